@@ -26,31 +26,16 @@ ROLES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_names(names: Any, problems: Problems) -> None:
-    """Collects what is wrong with the names that were given for roles."""
-    for role in names:
-        if role not in ROLES:
-            near = nearest(str(role), ROLES)
-            fix = f"Write {near!r}." if near else f"Write one of {', '.join(ROLES)}."
-            problems.add("names", f"there is no role {role!r}", fix)
-
-
 def axes_of_role(role: str, names: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The logical axes that may play a role, the most wanted first.
+    """The logical axes that may play a role, the most wanted first; another axis plays itself.
 
     >>> axes_of_role("heads", {}), axes_of_role("heads", {"heads": "q"})
     (('heads', 'head_groups', 'query_heads'), ('q',))
     """
     if role not in names:
-        return ROLES[role]
+        return ROLES.get(role, (role,))
     given = names[role]
-    return () if given is None else (given if isinstance(given, tuple) else (given,))
-
-
-def axes_of_rule(rule: Rule, names: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The logical axes that a rule may be for."""
-    role: Any = rule.logical_axis
-    return axes_of_role(role, names) if role in ROLES else (role,)
+    return () if given is None else tuple(given) if isinstance(given, tuple | list) else (given,)
 
 
 def mesh_axes_of(role: str, tables: Iterable[AxisRules]) -> tuple[str, ...]:
@@ -69,7 +54,7 @@ class FoundRoles:
         notes: What a plan should say of them.
     """
 
-    tables: dict[str, AxisRules]
+    tables: dict[str, Any]
     split: dict[str, tuple[Any, ...]]
     notes: tuple[str, ...]
 
@@ -108,7 +93,7 @@ def find_roles(
         fitting = [name for name in present if not any(n % parts for n in sizes.get(name, ()))]
         # Where none divides, the rule stays, and plans say what does not fit.
         chosen = fitting[:1] or present[:1]
-        if role == "vocabulary" and over and _is_optional(role, tables.values()):
+        if role == "vocabulary" and over and present and _is_optional(role, tables.values()):
             chosen = fitting[:1]
             notes.append(_vocabulary_note(chosen, present, over, parts))
         split[role] = tuple(chosen) if over else ()
@@ -159,8 +144,6 @@ def _vocabulary_note(chosen: Sequence[Any], present: Sequence[Any], over: Any, p
     where = f"mesh axis {' and '.join(map(repr, over))} ({parts})"
     if chosen:
         return f"the vocabulary {chosen[0]!r} is split over {where}: no device has all logits"
-    if not present:
-        return "the model has no logical axis of the vocabulary"
     return (
         f"the vocabulary {present[0]!r} does not divide over {where}, so that each device computes "
         "all logits: pad it, and give cross_entropy classes="

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.meshes import AnyMesh
@@ -55,8 +54,7 @@ def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule]) -> list[Any]:
             pairs.append((rule.logical_axis, free[0] if len(free) == 1 else free or None))
     contexts: list[Any] = []
     if not manual:
-        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        contexts.append(jax.sharding.use_abstract_mesh(abstract))
+        contexts.append(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
     if flax is not None:
         contexts.append(flax.logical_axis_rules(tuple(pairs)))
         if linen := sys.modules.get("flax.linen"):

@@ -8,7 +8,6 @@ layers* look tokens up, or give logits. The model is wrapped once at each place.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,7 +100,7 @@ class RecipeMaker:
         if layout.precision is not None:
             if not is_layer(model):
                 what = f"the {type(model).__name__} is no layer, so that nothing says what to cast"
-                fix = "Leave it out, and give the model its own dtype, as nn.Dense(dtype=...)."
+                fix = "Cast in the loss: jax.tree.map(lambda x: x.astype('bfloat16'), model)."
                 raise RuleTypeError(_HEADLINE, [Problem("precision", what, fix)])
             edits = Recipe(edits, mixed_precision(layout.precision))
         return Recipe(edits, keep_axis_order()) if _find(model, moves_axes) else edits
@@ -113,17 +112,13 @@ class RecipeMaker:
             RuleTypeError: The layout does to blocks what cannot be done without them.
         """
         layout, name = self.layout, type(self.model).__name__
-        # Modules of Equinox compute with plain arrays, or by the constraints of Haliax.
-        equinox = sys.modules.get("equinox")
-        others: tuple[Any, ...] = () if equinox is None else (equinox.Module,)
-        layers = [match.before for match in _find(self.model, is_layer)]
-        if layout.blocks != () and any(not isinstance(layer, others) for layer in layers):
+        # Modules of Equinox are layers, too, but of plain arrays, or with constraints of Haliax.
+        if layout.blocks != () and _find(self.model, pz.nn.Layer):
             return True
         problems = Problems(_HEADLINE)
         for option in ("blocks", "rematerialise", "manual", "reshard_after_forward"):
             if getattr(layout, option):
-                why = "blocks=() says so" if layout.blocks == () else f"the {name} has none"
-                what = f"it is done to layers of named arrays, and there are none: {why}"
+                what = f"it is for layers of named arrays, and the {name} is left to the compiler"
                 problems.add(option, what, "Leave it out.")
         problems.raise_if_any(RuleTypeError)
         if layout.blocks is None and (self._gathering is not None or self._split_in_layers):

@@ -7,44 +7,34 @@ split while it computes, so one table of rules cannot say both. A layout has a t
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
 from jax.sharding import AbstractMesh
 
-from penzai_shard.arrays.steps import make_struct
+from penzai_shard import specs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require
+from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require, warn_caller
 from penzai_shard.layers.remat import check_policy
 from penzai_shard.layouts import axis_roles
 from penzai_shard.layouts.computing import compute_by_rules
 from penzai_shard.layouts.edits import RecipeMaker
-from penzai_shard.layouts.presets import LayoutPresets, add_unknown
+from penzai_shard.layouts.presets import TABLES, LayoutPresets, add_unknown
 from penzai_shard.layouts.toml_file import LayoutFiles
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
 from penzai_shard.placement.sharded_init import abstract_model, sharded_init
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import make_plan
-from penzai_shard.rules import AxisRules, OnIndivisible
+from penzai_shard.rules import AxisRules
 from penzai_shard.surgery.recipe import Recipe
 from penzai_shard.training.batches import shard_batch
 from penzai_shard.training.step import build_train_step_fn
-from penzai_shard.training.train_state import (
-    TrainState,
-    train_state_sharding,
-    with_strong_type,
-)
+from penzai_shard.training.train_state import TrainState, with_strong_type
 
-_TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 _STATE_OPTIONS = ("loss_fn_state", "trainable", "plain_arrays")
-_STEP_OPTIONS = [
-    name
-    for name in inspect.signature(build_train_step_fn).parameters
-    # What a layout decides is no option of its step.
-    if name not in ("loss_fn", "train_state_shardings")
-]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,6 +49,8 @@ class Layout(LayoutPresets, LayoutFiles):
       axis of the layers, where there is one and the vocabulary divides; None leaves it whole.
     - ``experts``: the mesh axis over which the experts of a mixture of experts are split (Lepikhin
       et al. 2020, "GShard", arXiv:2006.16668).
+    - where it splits the largest dimension of arrays, ``min_size``: arrays with fewer elements stay
+      whole; and ``unnamed="largest"``, to split arrays without names, too.
 
     Attributes:
         parameters: How parameters and their gradients are stored; rules in any form that
@@ -83,7 +75,10 @@ class Layout(LayoutPresets, LayoutFiles):
         RuleTypeError: A field cannot be read, or two contradict each other.
 
     >>> Layout.fully_sharded()
-    Layout(parameters=AxisRules(largest dimension -> 'data'), compute=AxisRules('batch' -> 'data'))
+    Layout(
+        parameters=AxisRules(largest dimension -> 'data'),
+        compute=AxisRules('batch' -> 'data'),
+    )
     """
 
     parameters: Any
@@ -98,33 +93,33 @@ class Layout(LayoutPresets, LayoutFiles):
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in _TABLES:
+        for name in TABLES:
             rules = getattr(self, name)
-            if rules is not None or name in _TABLES[:2]:
+            if rules is not None or name in TABLES[:2]:
                 object.__setattr__(self, name, AxisRules(rules))
         problems = Problems("Layout:")
-        axis_roles.check_names(self.names, problems)
+        names = self.names if isinstance(self.names, Mapping) else [self.names]
+        add_unknown(problems, "names", names, axis_roles.ROLES)
         if self.rematerialise is not None:
             check_policy("rematerialise", self.rematerialise)
         if self.precision not in (None, "bfloat16"):
             problems.add("precision", f"it is {self.precision!r}", "Write 'bfloat16', or None.")
         split = {role: axis_roles.mesh_axes_of(role, [self.compute]) for role in axis_roles.ROLES}
-        for role in (*axis_roles.IN_LAYERS, "vocabulary"):
+        roles = (*axis_roles.IN_LAYERS, "vocabulary")
+        for role in roles:
             if shared := {*split["batch"]} & {*split[role]}:
                 what = f"batch and {role} are both split over mesh axis {min(shared)!r}"
                 problems.add("compute", what, "Give them different mesh axes.")
-            if self.manual and split[role]:
-                what = f"manual=True takes all mesh axes over, and {role} is split while computing"
-                problems.add("manual", what, "Leave it out.")
-        if self.manual and (self.between_blocks is not None or self.reshard_after_forward):
-            what = "reshard_after_forward and between_blocks are not for blocks that run per device"
-            problems.add("manual", what, "Leave them out.")
+        is_split = any(split[role] for role in roles) or self.between_blocks is not None
+        if self.manual and (is_split or self.reshard_after_forward):
+            what = "blocks run per device: they are not split, and gather each parameter once"
+            problems.add("manual", what, "Leave it out.")
         problems.raise_if_any(RuleTypeError)
 
     def __repr__(self) -> str:
         given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        shown = [f"{name}={value!r}" for name, value in given if value not in (None, False, {})]
-        return f"Layout({', '.join(shown)})"
+        shown = (f"    {name}={x!r},\n" for name, x in given if x not in (None, False, {}))
+        return f"Layout(\n{''.join(shown)})"
 
     @classmethod
     def auto(cls, mesh: AnyMesh) -> Self:
@@ -148,7 +143,7 @@ class Layout(LayoutPresets, LayoutFiles):
             ("data", "replica"): cls.hybrid,
             ("model",): functools.partial(cls.tensor_parallel, None),
         }
-        sizes = mesh if isinstance(mesh, Mapping) else mesh.shape
+        sizes = mesh if isinstance(mesh, Mapping) else arguments.read("Layout", mesh, {}).mesh.shape
         preset = presets.get(tuple(sorted(sizes)))
         if preset is None:
             what = f"no preset is for a mesh with the axes {mesh_text(sizes)}"
@@ -176,43 +171,37 @@ class Layout(LayoutPresets, LayoutFiles):
         >>> layout.for_model(up, pzs.make_mesh({"data": 4, "model": 2})).parameters
         AxisRules('mlp' -> 'model')
         """
-        found = self._find_roles(tree, mesh)
-        tables: dict[str, Any] = found.tables
-        return dataclasses.replace(self, **tables, names={})
+        return dataclasses.replace(self, **self._find_roles(tree, mesh).tables, names={})
 
     def _find_roles(self, tree: Any, mesh: AnyMesh) -> axis_roles.FoundRoles:
         arguments.read("Layout", mesh, {})  # Refuses what is no mesh.
-        tables = {name: table for name in _TABLES if (table := getattr(self, name)) is not None}
+        tables = {name: table for name in TABLES if (table := getattr(self, name)) is not None}
         return axis_roles.find_roles(tree, mesh, tables, self.names)
 
-    def plan(
-        self,
-        tree: Any,
-        mesh: AnyMesh,
-        *,
-        on_indivisible: OnIndivisible = "error",
-        on_unnamed: arguments.OnUnnamed = "error",
-    ) -> ShardingPlan:
+    def plan(self, tree: Any, mesh: AnyMesh, **options: Any) -> ShardingPlan:
         """Decides where every array of a model, or of a train state, is stored.
 
         Args:
             tree: A model or a train state, concrete or abstract.
             mesh: The mesh, concrete or abstract.
-            on_indivisible: As for ``make_plan``.
-            on_unnamed: As for ``make_plan``.
+            **options: ``on_indivisible`` and ``on_unnamed``, as for ``make_plan``.
+
+        Warns:
+            ShardingWarning: Much memory goes to arrays that the mesh does not divide.
 
         Raises:
             PlanError, MeshError, RuleTypeError: As ``make_plan`` and ``for_model``.
         """
         found = self._find_roles(tree, mesh)
-        options: Any = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
         plan = make_plan(tree, mesh, found.tables["parameters"], **options)
+        whole = _find_whole(plan)
         if isinstance(tree, TrainState) and self.optimizer is not None:
             other = make_plan(tree, mesh, found.tables["optimizer"], **options)
             pairs = zip(plan.leaves, other.leaves, strict=True)
             leaves = [b if a.path.startswith("opt_state/") else a for a, b in pairs]
-            plan = dataclasses.replace(plan, leaves=tuple(leaves))
-        return dataclasses.replace(plan, remarks=(*plan.remarks, *found.notes))
+            plan, whole = dataclasses.replace(plan, leaves=tuple(leaves)), _find_whole(other)
+        warn_caller(whole)
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *found.notes, *whole))
 
     def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
         """The edits by which a model computes in this layout.
@@ -248,7 +237,7 @@ class Layout(LayoutPresets, LayoutFiles):
         rules = [
             dataclasses.replace(rule, logical_axis=axis)
             for rule in self.compute.rules
-            for axis in axis_roles.axes_of_rule(rule, self.names)
+            for axis in axis_roles.axes_of_role(rule.logical_axis, self.names)
         ]
         return compute_by_rules(loss_fn, auto_twin(mesh), rules)
 
@@ -273,9 +262,7 @@ class Layout(LayoutPresets, LayoutFiles):
         if axes and not {*axes} & {*present, options.get("first_axis")}:
             known = sorted(map(repr, present - {None})) or ["no logical axes"]
             what = f"no array has the logical axis {axes[0]!r}; there are {', '.join(known)}"
-            fix = (
-                f"Write first_axis={axes[0]!r} for plain arrays, or Layout(names={{'batch': ...}})."
-            )
+            fix = f"Write first_axis={axes[0]!r} for plain arrays, or names={{'batch': ...}}."
             raise RuleTypeError("Layout.shard_batch:", [Problem("", what, fix)])
         return shard_batch(batch, mesh, [(axis, over) for axis in axes], **options)
 
@@ -315,7 +302,8 @@ class Layout(LayoutPresets, LayoutFiles):
             PlanError, MeshError, RuleTypeError: As the functions that this one calls.
         """
         problems = Problems("Layout.build:")
-        add_unknown(problems, "", step_options, (*_STATE_OPTIONS, *_STEP_OPTIONS))
+        known = inspect.signature(build_train_step_fn).parameters
+        add_unknown(problems, "", step_options, (*_STATE_OPTIONS, *known))
         problems.raise_if_any(RuleTypeError)
         of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
         shapes = abstract_model(initializer, *args)
@@ -327,12 +315,10 @@ class Layout(LayoutPresets, LayoutFiles):
             state = TrainState.initial_state(
                 edit(plan.restore_structs()), optimizer, rng, **of_state
             )
-            rules = layout.parameters, layout.optimizer
-            shardings = train_state_sharding(state, mesh, *rules, on_unnamed=on_unnamed)
+            state_plan = layout.plan(state, mesh, on_unnamed=on_unnamed)
+            shardings = state_plan.sharding_tree()
             if isinstance(mesh, AbstractMesh):
-                state = jax.tree.map(
-                    lambda x, own: make_struct(x).update(sharding=own), state, shardings
-                )
+                state = state_plan.restore_structs()
             else:
                 model = edit(sharded_init(initializer, *args, mesh=mesh, plan=plan))
                 optax = require("optax", extra="train")
@@ -343,3 +329,32 @@ class Layout(LayoutPresets, LayoutFiles):
         step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
         step_options["train_state_shardings"] = shardings
         return state, build_train_step_fn(layout.computing(loss_fn, mesh), **step_options)
+
+
+def _find_whole(plan: ShardingPlan) -> list[str]:
+    """Warns of arrays that the mesh does not divide, if much of the memory is theirs."""
+    largest = [rule for rule in plan.rules.rules if rule.logical_axis is None]
+    parts = specs.part_count(largest[0].mesh_axes, plan.mesh.shape) if largest else 1
+    if parts == 1:
+        return []
+    rule = largest[0]
+    whole = [
+        leaf
+        for leaf in plan.leaves
+        if leaf.shape
+        and math.prod(leaf.shape) >= rule.min_size
+        and (leaf.names is not None or rule.unnamed)
+        and {*rule.mesh_axes}.isdisjoint(jax.tree.leaves(tuple(leaf.spec or ())))
+    ]
+    if sum(leaf.bytes_per_device for leaf in whole) <= 0.1 * plan.bytes_per_device:
+        return []
+
+    def divides(n: int) -> bool:
+        return all(any(size % n == 0 for size in leaf.shape) for leaf in whole)
+
+    n = max(n for n in range(1, parts) if parts % n == 0 and divides(n))
+    fix = f"Write data=('data', 'more') on a mesh with data={n} and more={parts // n}."
+    return [
+        f"{len(whole)} arrays are whole on every device, such as {whole[0].path} {whole[0].shape}: "
+        f"rule {rule} ({parts}) divides none of their dimensions. {fix if n > 1 else 'Pad them.'}"
+    ]

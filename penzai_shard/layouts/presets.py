@@ -1,6 +1,5 @@
 """The layouts of the literature, each in one line."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -9,20 +8,37 @@ from penzai_shard.paths import nearest
 from penzai_shard.rules import AxisRules, MeshAxes, data_parallel, fully_sharded
 from penzai_shard.rules import tensor_parallel as split_axes
 
-# What tensor parallelism splits of a layer.
-_SPLIT = ("neurons", "heads")
 # Arrays with fewer elements, such as the scale of a norm, are not worth gathering.
 MIN_SIZE = 2**14
-# The fields of a layout that are no tables of rules, and all options of presets.
+# The fields of a layout: tables of rules, and others, which are options of every preset.
+TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 FIELDS = ("reshard_after_forward", "manual", "rematerialise", "precision", "blocks", "names")
-_OPTIONS = (*FIELDS, "vocabulary", "experts", "min_size", "unnamed")
+_OTHER_NAMES = {"ddp": "data_parallel", "fsdp": "fully_sharded", "zero3": "fully_sharded"}
 
 
-class LayoutPresets:
+def add_unknown(problems: Problems, path: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    """Collects what is given and not known, with the nearest name."""
+    for key in (key for key in given if key not in [*known]):
+        near = nearest(_OTHER_NAMES.get(str(key), str(key)), known)
+        fix = f"Write {near!r}." if near else f"There are {', '.join(known)}."
+        problems.add(path, f"{key!r} is not known", fix)
+
+
+class _RefusesNames(type):
+    """What ``Layout.fsdp`` says."""
+
+    def __getattr__(cls, name: str) -> Any:
+        problems = Problems(f"{cls.__name__}:")
+        add_unknown(problems, "", [name], PRESETS)
+        raise AttributeError(str(RuleTypeError(problems.headline, problems)))
+
+
+class LayoutPresets(metaclass=_RefusesNames):
     """The presets of ``Layout``, which is what they return.
 
     All take ``vocabulary`` and ``experts`` as options, and the fields of ``Layout`` that are no
-    tables of rules.
+    tables of rules. Those that split the largest dimension of arrays also take ``min_size``, below
+    which an array stays whole, and ``unnamed="largest"``, to split arrays without names, too.
     """
 
     @classmethod
@@ -33,16 +49,16 @@ class LayoutPresets:
 
         Args:
             data: The mesh axis, or axes, over which the batch is split.
-            **options: As for every preset, see ``Layout``.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.data_parallel().compute
         AxisRules('batch' -> 'data')
         """
-        return cls._preset(options, None, parameters=AxisRules({}), compute=data_parallel(data))
+        return cls._preset(options, batch=data)
 
     @classmethod
-    def zero1(cls, data: MeshAxes = "data", *, min_size: int = MIN_SIZE, **options: Any) -> Self:
+    def zero1(cls, data: MeshAxes = "data", **options: Any) -> Self:
         """Data parallel, with the optimizer's state split: stage 1 of ZeRO.
 
         Each device updates its part of every parameter, and the parts are gathered.
@@ -51,42 +67,31 @@ class LayoutPresets:
 
         Args:
             data: The mesh axis, or axes, over which batch and optimizer state are split.
-            min_size: What belongs to parameters with fewer elements stays whole.
-            **options: As for every preset, see ``Layout``.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.zero1().optimizer
         AxisRules(largest dimension -> 'data')
         """
-        tables = {"parameters": AxisRules({}), "compute": data_parallel(data)}
-        return cls._preset(options, None, **tables, optimizer=fully_sharded(data, min_size))
+        return cls._preset(options, batch=data, optimizer=data)
 
     @classmethod
-    def fully_sharded(
-        cls,
-        data: MeshAxes = "data",
-        *,
-        min_size: int = MIN_SIZE,
-        unnamed: Any = None,
-        **options: Any,
-    ) -> Self:
+    def fully_sharded(cls, data: MeshAxes = "data", **options: Any) -> Self:
         """Parameters, gradients and optimizer state are split, and gathered when they are used.
 
         Sources: stage 3 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054); PyTorch's FSDP (Zhao
         et al. 2023, arXiv:2304.11277).
 
         Args:
-            data: The mesh axis, or axes, over which batch and parameters are split.
-            min_size: Parameters with fewer elements stay whole.
-            unnamed: ``"largest"`` to split parameters without names, too.
-            **options: As for every preset, see ``Layout``.
+            data: The mesh axis, or axes, over which batch and parameters are split. Of several,
+                each splits a dimension of its own where no dimension divides over all of them.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.fully_sharded().parameters
         AxisRules(largest dimension -> 'data')
         """
-        parameters = fully_sharded(data, min_size, unnamed)
-        return cls._preset(options, None, parameters=parameters, compute=data_parallel(data))
+        return cls._preset(options, batch=data, parameters=data)
 
     @classmethod
     def tensor_parallel(
@@ -102,14 +107,13 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, over which the batch is split.
             model: The mesh axis, or axes, over which heads, neurons and vocabulary are split.
-            **options: As for every preset, see ``Layout``.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.tensor_parallel(vocabulary=None).parameters
         AxisRules('neurons' -> 'model'; 'heads' -> 'model')
         """
-        split = split_axes(model, _SPLIT)
-        return cls._preset(options, model, parameters=split, compute=data_parallel(data) | split)
+        return cls._preset(options, batch=data, model=model)
 
     @classmethod
     def sequence_parallel(
@@ -128,44 +132,31 @@ class LayoutPresets:
             data: The mesh axis, or axes, over which the batch is split.
             model: The mesh axis, or axes, over which heads, neurons, vocabulary and the sequence
                 are split.
-            **options: As for every preset, see ``Layout``.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.sequence_parallel().between_blocks
         AxisRules('batch' -> 'data'; 'seq' -> 'model')
         """
         between = data_parallel(data) | data_parallel(model, "seq")
-        layout = cls.tensor_parallel(data, model, **options)
-        return dataclasses.replace(layout, between_blocks=between)  # type: ignore[type-var]
+        return cls._preset(options, batch=data, model=model, between_blocks=between)
 
     @classmethod
     def two_dimensional(
-        cls,
-        data: MeshAxes = "data",
-        model: MeshAxes = "model",
-        *,
-        min_size: int = MIN_SIZE,
-        unnamed: Any = None,
-        **options: Any,
+        cls, data: MeshAxes = "data", model: MeshAxes = "model", **options: Any
     ) -> Self:
         """Fully sharded over one mesh axis, tensor parallel over the other.
 
         Args:
             data: The mesh axis, or axes, over which batch and parameters are split.
             model: The mesh axis, or axes, over which heads, neurons and vocabulary are split.
-            min_size: Parameters with fewer elements are not split over ``data``.
-            unnamed: As for ``fully_sharded``.
-            **options: As for every preset, see ``Layout``.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.two_dimensional(vocabulary=None).parameters
         AxisRules('neurons' -> 'model'; 'heads' -> 'model'; largest dimension -> 'data')
         """
-        split = split_axes(model, _SPLIT)
-        parameters = split | fully_sharded(data, min_size, unnamed)
-        return cls._preset(
-            options, model, parameters=parameters, compute=data_parallel(data) | split
-        )
+        return cls._preset(options, batch=data, model=model, parameters=data)
 
     @classmethod
     def hybrid(cls, replica: MeshAxes = "replica", data: MeshAxes = "data", **options: Any) -> Self:
@@ -179,39 +170,67 @@ class LayoutPresets:
             replica: The mesh axis of the copies, whose devices are far from each other.
             data: The mesh axis over which parameters are split, whose devices are near. The batch
                 is split over both.
-            **options: As for ``fully_sharded``.
+            **options: See ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
         >>> Layout.hybrid().compute
         AxisRules('batch' -> ('replica', 'data'))
         """
-        layout = cls.fully_sharded(data, **options)
         axes = [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in (replica, data)]
-        compute = data_parallel((*axes[0], *axes[1])) | layout.compute  # type: ignore[attr-defined]
-        return dataclasses.replace(layout, compute=compute)  # type: ignore[type-var]
+        return cls._preset(options, batch=(*axes[0], *axes[1]), parameters=data)
 
     @classmethod
-    def _preset(cls, options: dict[str, Any], model: MeshAxes, **fields: Any) -> Self:
-        """A layout of the tables of a preset, and of the options that every preset takes."""
-        vocabulary, experts = options.pop("vocabulary", "auto"), options.pop("experts", None)
-        # Where both are split over one mesh axis, neurons and heads give way to experts.
-        added = AxisRules({}) if experts is None else AxisRules({"experts": experts})
-        if vocabulary == "auto" and model is not None:
-            added |= split_axes(model, ("vocabulary",))
-        elif vocabulary not in (None, "auto"):
-            added |= AxisRules({"vocabulary": vocabulary})
-        tables = {name: added | fields[name] for name in ("parameters", "compute")}
-        if (rules := fields.get("optimizer")) is not None:
-            tables["optimizer"] = added | rules
+    def _preset(
+        cls,
+        options: dict[str, Any],
+        batch: MeshAxes,
+        model: MeshAxes = None,
+        parameters: MeshAxes = None,
+        optimizer: MeshAxes = None,
+        **fields: Any,
+    ) -> Self:
+        """A layout of the mesh axes of a preset.
+
+        Args:
+            options: What the preset was called with.
+            batch: The mesh axes of the batch.
+            model: Those of what layers compute a part of.
+            parameters: Those of the largest dimension of parameters.
+            optimizer: Those of the largest dimension of what the optimizer keeps.
+            **fields: Other fields.
+        """
+        given: dict[str, Any] = {"vocabulary": "auto", "experts": None}
+        if parameters is not None or optimizer is not None:
+            given |= {"min_size": MIN_SIZE, "unnamed": None}
         problems = Problems("a preset of Layout:")
-        add_unknown(problems, "", options, _OPTIONS)
+        add_unknown(problems, "", options, (*FIELDS, *given))
         problems.raise_if_any(RuleTypeError)
-        return cls(**fields | tables | options)
+        given |= options
+        vocabulary, experts = given.pop("vocabulary"), given.pop("experts")
+        sizes = given.pop("min_size", 0), given.pop("unnamed", None)
+
+        # Where both are split over one mesh axis, neurons and heads give way to experts.
+        split = AxisRules({} if experts is None else {"experts": experts})
+        if vocabulary not in (None, "auto"):
+            split |= AxisRules({"vocabulary": vocabulary})
+        if model is not None:
+            first = ("vocabulary",) if vocabulary == "auto" else ()
+            split |= split_axes(model, (*first, "neurons", "heads"))
+        return cls(  # type: ignore[call-arg]
+            parameters=split if parameters is None else split | _split_largest(parameters, *sizes),
+            compute=data_parallel(batch) | split,
+            optimizer=None if optimizer is None else split | _split_largest(optimizer, *sizes),
+            **fields,
+            **given,
+        )
 
 
-def add_unknown(problems: Problems, path: str, given: Iterable[Any], known: Iterable[str]) -> None:
-    """Collects what is given and not known, with the nearest name."""
-    for key in (key for key in given if key not in known):
-        near = nearest(str(key), known)
-        fix = f"Write {near!r}." if near else f"There are {', '.join(known)}."
-        problems.add(path, f"{key!r} is not known", fix)
+PRESETS = [name for name in vars(LayoutPresets) if not name.startswith("_")]
+
+
+def _split_largest(axes: MeshAxes, min_size: int, unnamed: Any) -> AxisRules:
+    """Rules for the largest dimension: over all mesh axes or, if none divides, over each."""
+    rules = fully_sharded(axes, min_size, unnamed)
+    for axis in rules.rules[0].mesh_axes:
+        rules |= fully_sharded(axis, min_size, unnamed)
+    return rules

@@ -14,12 +14,10 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
-from penzai_shard.layouts.presets import FIELDS, LayoutPresets, add_unknown
+from penzai_shard.layouts.presets import FIELDS, PRESETS, TABLES, add_unknown
 from penzai_shard.rules import AxisRules, Rule
 
-_PRESETS = [name for name in vars(LayoutPresets) if not name.startswith("_")]
-_TABLES = ("parameters", "compute", "optimizer", "between_blocks")
-_FIELDS = (*_TABLES, *FIELDS)
+_FIELDS = (*TABLES, *FIELDS)
 _KEYS = ("layout", "options", *_FIELDS, "mesh", "microbatches")
 _OF_RULES = {field.name: field.default for field in dataclasses.fields(Rule)}
 
@@ -70,7 +68,9 @@ class LayoutFiles:
             fix = 'Write layout = "fully_sharded", or the tables [parameters] and [compute].'
             problems.add("layout", "either a preset or parameters are needed", fix)
         preset, shape = found.get("layout", "zero1"), found.get("mesh", {})
-        add_unknown(problems, "layout", [preset], _PRESETS)
+        if not isinstance(options := found.get("options", {}), dict):
+            problems.add("options", f"{options!r} is no table", "Write options = { min_size = 8 }.")
+        add_unknown(problems, "layout", [preset], PRESETS)
         sizes = [*shape.values()] if isinstance(shape, dict) else [None]
         if not all(type(x) is int and x > 0 for x in (*sizes, found.get("microbatches", 1))):
             what = "the sizes of the mesh and the microbatches are natural numbers"
@@ -81,8 +81,8 @@ class LayoutFiles:
             }
             problems.raise_if_any(RuleTypeError)
             if "layout" in found:
-                options = _read_value(found.get("options", {}))
-                layout = dataclasses.replace(getattr(cls, preset)(**options), **fields)
+                layout = getattr(cls, preset)(**_read_value(options))
+                layout = dataclasses.replace(layout, **fields)
             else:
                 layout = cls(**{"compute": {"batch": "data"}} | fields)
         except ShardingError as error:
@@ -127,7 +127,7 @@ def _read_value(value: Any) -> Any:
 
 
 def _read_field(name: str, given: Any, problems: Problems) -> Any:
-    if name not in _TABLES:
+    if name not in TABLES:
         return () if name == "blocks" and given == [] else _read_value(given)
     if isinstance(given, dict):
         return AxisRules(_read_value(given))

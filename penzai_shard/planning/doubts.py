@@ -33,7 +33,9 @@ def find_doubts(
             )
     asked = _asked_names(rules, mesh_axes)
     named = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
-    if not found and asked and present and named.union(present).isdisjoint(asked):
+    # A rule for activations that names an axis is of use, and none that names no axis is missed.
+    is_named = not named.union(present).isdisjoint(asked.union(rules.logical_axes))
+    if not found and asked and present and not is_named:
         names = ", ".join(map(repr, present))
         found.append(
             f"no rule names a logical axis of this tree ({names}), so that every device gets a "

@@ -23,7 +23,12 @@ from penzai_shard.surgery.where import ROOT, Where, value_text
 
 _FORMAT = "penzai_shard recipe 1"
 # Whose types and functions may be called with a layer, and whose may be values besides.
-_CALLED = ("penzai", "penzai_shard.layers", "penzai_shard.surgery.standard_recipes")
+_CALLED = (
+    "penzai",
+    "penzai_shard.layers",
+    "penzai_shard.layouts.edits",
+    "penzai_shard.surgery.standard_recipes",
+)
 _VALUES = (*_CALLED, "jax")
 _OTHER_MESH = "Give another mesh: Recipe.from_json(text, mesh=mesh)."
 

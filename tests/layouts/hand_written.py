@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LLAMA = {"blocks": 2, "embedding": 64, "heads": 4, "projection": 16, "neurons": 256}
+LLAMA = {"blocks": 1, "embedding": 64, "heads": 4, "projection": 16, "neurons": 256}
 BATCH, SEQ, VOCABULARY = 64, 16, 128
 _E, _H, _P, _N = (LLAMA[name] for name in ("embedding", "heads", "projection", "neurons"))
 _SHAPES = {
@@ -53,7 +53,7 @@ LAYOUTS = {
         },
     ),
 }
-OPTIMIZER = optax.adamw(1e-3)
+OPTIMIZER = optax.adamw(1e-2)
 
 
 def _norm(x, scale):

@@ -46,7 +46,7 @@ def test_what_people_write_is_read(tmp_path):
     ("text", "fixes"),
     [
         ('layot = "zero1"\nmesh = { data = 0 }', ["'layout'", "layout =", "data = 8"]),
-        ('layout = "fully_shard"', ["'fully_sharded'"]),
+        ('layout = "fsdp"\noptions = 3', ["options =", "'fully_sharded'"]),
         ('layout = "zero1"\noptions = { min_sise = 3 }', ["'min_size'"]),
         ('layout = "zero1"\nmesh = 3\nparameters = { a = "data" }', ["layout =", "data = 8"]),
         ('parameters = [{ logical = "x" }]', ["'logical_axis'"]),
