@@ -33,7 +33,7 @@ def find_doubts(
             )
     asked = _asked_names(rules, mesh_axes)
     named = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
-    # A rule for activations that names an axis is of use, and none that names no axis is missed.
+    # Rules for activations count where they name an axis, and are not missed where they do not.
     is_named = not named.union(present).isdisjoint(asked.union(rules.logical_axes))
     if not found and asked and present and not is_named:
         names = ", ".join(map(repr, present))
