@@ -15,36 +15,39 @@ SECONDS_BETWEEN_LINES = 10.0
 class Bar:
     """How far something is; any thread may advance it."""
 
-    def __init__(self, total: int | None, shown: bool, bars: Any) -> None:
-        self._is_shown, self._bars, self._figures, self._due = shown, bars, "", 0.0
+    def __init__(self, total: int | None, unit: str, shown: bool, bars: Any) -> None:
+        self._total, self._unit, self._is_shown, self._bars = total, unit, shown, bars
+        self._done, self._line, self._due = 0, "", 0.0
         self._task = bars and bars.add_task("", total=total, figures="")
 
     def advance(self, count: int = 1) -> None:
         """Moves on by what was done."""
+        self._done += count
         if self._bars:
             self._bars.advance(self._task, count)
 
     def show(self, figures: str) -> None:
-        """Shows a line of figures in place of the one before."""
-        self._figures = figures if self._is_shown else ""
+        """Shows a line of figures in place of the one before; lines say how far it is."""
+        if self._is_shown:
+            self._line = f"{self._done:,}/{self._total or '?'} {self._unit}: {figures}"
         if self._bars:
             self._bars.update(self._task, figures=figures)
         elif time.monotonic() >= self._due:
             self.write()
 
     def write(self) -> None:
-        """Writes the last figures, unless they were written."""
-        if self._figures:
-            print(self._figures, file=sys.stderr, flush=True)
-        self._figures, self._due = "", time.monotonic() + SECONDS_BETWEEN_LINES
+        """Writes the last line, unless it was written."""
+        if self._line:
+            print(self._line, file=sys.stderr, flush=True)
+        self._line, self._due = "", time.monotonic() + SECONDS_BETWEEN_LINES
 
 
 @contextlib.contextmanager
 def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
     """A bar on standard error, of which the last figures stay when the block ends.
 
-    Where standard error is a file or a pipe, figures are lines, at most one in ten seconds and the
-    last; nothing else is shown there.
+    Where standard error is no terminal, as in a pipe or a notebook, figures are lines, at most one
+    in ten seconds and the last; nothing else is shown there.
 
     Args:
         total: How much there is to do; None if nobody knows.
@@ -57,14 +60,13 @@ def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
     >>> with progress(2, "steps") as bar:
     ...     bar.advance()
     """
-    with contextlib.ExitStack() as stack:
-        bars = stack.enter_context(_draw(unit)) if shown and sys.stderr.isatty() else None
-        bar = Bar(total, shown, bars)
-        try:
+    bars = _draw(unit) if shown and sys.stderr.isatty() else None
+    bar = Bar(total, unit, shown, bars)
+    try:
+        with bars or contextlib.nullcontext():
             yield bar
-        finally:
-            stack.close()
-            bar.write()
+    finally:
+        bar.write()
 
 
 def _draw(unit: str) -> Any:
@@ -77,5 +79,4 @@ def _draw(unit: str) -> Any:
         rich.TimeRemainingColumn(),
         rich.TextColumn("{task.fields[figures]}", markup=False),
     ]
-    console = require("rich.console", "train").Console(stderr=True)
-    return rich.Progress(*columns, console=console, transient=True)
+    return rich.Progress(*columns, console=rich.Console(stderr=True), transient=True)

@@ -4,9 +4,7 @@ Over several processes all draw and place the same number of batches, and a fail
 is one in all.
 """
 
-import base64
 import contextlib
-import dataclasses
 import inspect
 import itertools
 import json
@@ -14,7 +12,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,8 +27,7 @@ _END = object()
 _numbers = itertools.count()
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """How far a run has come in its batches.
 
     Attributes:
@@ -42,8 +39,7 @@ class Position:
     iterator: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch on the devices.
 
     Attributes:
@@ -73,15 +69,15 @@ class BatchFeed:
         self._most: int | None = None
         name = f"penzai_shard batches {next(_numbers)}"
         self._thread = threading.Thread(target=self._make, name=name, daemon=True)
+        # Contexts of JAX hold in one thread: those that decide what arrays become are taken along.
+        config: Any = jax.config
+        self._contexts = config.jax_enable_x64, config.jax_default_device, jax.sharding.get_mesh()
 
     def __enter__(self) -> "BatchFeed":
-        if self._ahead:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._ahead:
-            return
         # Other processes wait for what this one has not made yet of what they make.
         self._most = self._used + self._ahead if jax.process_count() > 1 else 0
         self._room.release()
@@ -95,8 +91,6 @@ class BatchFeed:
         Raises:
             BaseException: What the iterator raised, after all items before it.
         """
-        if not self._ahead:
-            return next(self._items, None)
         while not should_stop():
             with contextlib.suppress(queue.Empty):
                 item = self._ready.get(timeout=_SECONDS_BETWEEN_LOOKS)
@@ -108,31 +102,27 @@ class BatchFeed:
         return None
 
     def _make(self) -> None:
-        for made in itertools.count():
-            self._room.acquire()
-            if self._most is not None and made >= self._most:
-                return
-            try:
-                item = next(self._items, None)
-            except BaseException as error:
-                item = error  # Raised by ``next``, where somebody sees it.
-            self._ready.put(item)
-            if item is None or isinstance(item, BaseException):
-                return
-            del item  # Not kept alive while the next one is made.
+        x64, device, mesh = self._contexts
+        with jax.enable_x64(x64), jax.default_device(device), jax.set_mesh(mesh):
+            for made in itertools.count():
+                self._room.acquire()
+                if self._most is not None and made >= self._most:
+                    return
+                try:
+                    item = next(self._items, None)
+                except BaseException as error:
+                    item = error  # Raised by ``next``, where somebody sees it.
+                self._ready.put(item)
+                if item is None or isinstance(item, BaseException):
+                    return
+                del item  # Not kept alive while the next one is made.
 
 
 # What is fed
 
 
 def make_batches(
-    called: str,
-    batches: Any,
-    position: Position,
-    *,
-    place: Callable[[Any], Any],
-    most: int | None = None,
-    tokens_axes: Sequence[Hashable] = (),
+    called: str, batches: Any, position: Position, *, place: Any, tokens_axes: Any, most: Any = None
 ) -> Iterator[Batch]:
     """Draws batches from a position on, and places them.
 
@@ -158,7 +148,7 @@ def make_batches(
             # Where they end in one process, they end in all.
             if any_process(batch is _END, f"whether {called} ends"):
                 return
-            state = _write_state(called, iterator) if _has_state(iterator) else None
+            state = _write_state(called, iterator) if hasattr(iterator, "get_state") else None
             inputs = place(batch)
             if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
                 what = f"a batch is a dictionary of inputs by name, not a {type(inputs).__name__}"
@@ -177,8 +167,10 @@ def _open(called: str, batches: Any, position: Position) -> Iterator[Any]:
         raise RuleTypeError("fit:", [Problem(called, what, fix)])
     is_begun = inspect.isgenerator(given) and inspect.getgeneratorstate(given) != "GEN_CREATED"
     iterator = iter(given)
-    if position.iterator is not None and _has_state(iterator):
-        iterator.set_state(_read_state(position.iterator))  # type: ignore[attr-defined]
+    if position.iterator is not None and hasattr(iterator, "set_state"):
+        record = json.loads(position.iterator)
+        state = record["bytes"].encode("latin-1") if "bytes" in record else record["json"]
+        iterator.set_state(state)
         return iterator
     if position.iterator is not None or (position.used and is_begun):
         what = f"the {position.used} batches that the checkpoint has used are not found again, as "
@@ -197,28 +189,14 @@ def _count_tokens(inputs: Any, axes: Sequence[Hashable]) -> int | None:
     return max(counts, default=None) if axes else None
 
 
-# The state of an iterator, as those of grain have it
-
-
-def _has_state(iterator: Any) -> bool:
-    return all(callable(getattr(iterator, name, None)) for name in ("get_state", "set_state"))
-
-
 def _write_state(called: str, iterator: Any) -> str:
+    """Where an iterator stands, as those of grain say it, as JSON."""
     state = iterator.get_state()
-    is_bytes = isinstance(state, bytes)
-    record = {"base64": base64.b64encode(state).decode()} if is_bytes else {"json": state}
-    try:
-        text = json.dumps(record)
-    except (TypeError, ValueError):
-        text = "null"
+    record = {"bytes": state.decode("latin-1")} if isinstance(state, bytes) else {"json": state}
+    # What JSON does not hold comes back as something else.
+    text = json.dumps(record, default=repr)
     if json.loads(text) != record:
         what = f"the state of a {type(iterator).__name__} is not what JSON holds, nor bytes"
         fix = "Give (batch for batch in batches): to go on, those that were used are drawn again."
         raise RuleTypeError("fit cannot save:", [Problem(called, what, fix)])
     return text
-
-
-def _read_state(text: str) -> Any:
-    record = json.loads(text)
-    return base64.b64decode(record["base64"]) if "base64" in record else record["json"]

@@ -3,28 +3,33 @@
 import contextlib
 import functools
 import os
-import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from penzai_shard.arrays.inputs import bound_sharding
-from penzai_shard.arrays.kinds import is_key_type, is_struct
+from penzai_shard.arrays.kinds import is_struct
+from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints.manager import CheckpointManager
-from penzai_shard.errors import Problems, TrainingStoppedError
+from penzai_shard.checkpoints.records import read_manifest
+from penzai_shard.errors import CheckpointWriteError, Problem, Problems, TrainingStoppedError
 from penzai_shard.fitting.batch_feed import BatchFeed, Position, make_batches
-from penzai_shard.fitting.log import LogRecord, LossIn
-from penzai_shard.fitting.loop import LoopOptions, StopRequests, TrainingLoop, evaluate
+from penzai_shard.fitting.loop import (
+    LogRecord,
+    TrainingLoop,
+    agree_to_stop,
+    evaluate,
+    stop_requests,
+)
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.processes.agreement import on_first
-from penzai_shard.progress import Bar
 from penzai_shard.progress import progress as draw_progress
 from penzai_shard.training.batches import shard_batch as place_batch
 from penzai_shard.training.train_state import TrainState, check_arguments
 
+_COUNTS = "steps", "prefetch", "log_every", "save_every", "keep", "keep_every", "evaluate_every"
 _Batches = Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
 
 
@@ -42,7 +47,7 @@ def fit(
     log_every: int | None = 10,
     on_log: Callable[[LogRecord], Any] | None = None,
     progress: bool = True,
-    loss: LossIn = "loss",
+    loss: str | None = "loss",
     allow_nonfinite: bool = False,
     tokens_axes: Sequence[Hashable] = ("batch", "seq"),
     checkpoint: Any = None,
@@ -67,13 +72,14 @@ def fit(
     from the newest checkpoint, with the losses of a run that was never stopped, bit for bit. An
     iterator with ``get_state()`` and ``set_state(state)``, as those of grain, is put where it was;
     of others the batches that were used are drawn and dropped, so they must come in the same order
-    again. A checkpoint is read into the layout of ``state``, which is freed first if the step
-    donates.
+    again. A checkpoint is read into the layout of ``state``. If the step donates, ``state`` is
+    freed first, once it is known that the checkpoint has the same arrays.
 
     **Stopping.** On Ctrl-C, or the SIGTERM that clusters send, the step under way is finished and
     the state saved. Then ``KeyboardInterrupt`` or ``SystemExit`` is raised, with the state as its
-    attribute ``state``. A second Ctrl-C ends at once. Of several processes all stop after the same
-    step. Signals reach the main thread alone: elsewhere, set ``stop_event``.
+    attribute ``state``. A second Ctrl-C ends at once, but for a checkpoint that is being written.
+    Of several processes all stop after the same step. Signals reach the main thread alone:
+    elsewhere, set ``stop_event``.
 
     Args:
         state: The train state to start from.
@@ -88,14 +94,14 @@ def fit(
         mesh: Or else the mesh to place batches on.
         rules: With ``mesh``, as for ``shard_batch``.
         first_axis: With ``mesh``, as for ``shard_batch``.
-        prefetch: How many batches to place ahead of their use; 0 does without a thread.
+        prefetch: How many batches to place ahead of their use.
         log_every: After how many steps to make a record. There is one of each step too after which
             the state is evaluated or saved.
         on_log: Called with each ``LogRecord``, in every process.
         progress: Whether to show how far the run is: a bar in a terminal, elsewhere lines at
             intervals.
-        loss: Where the loss is in the report: its key, or a function of the report; None if it has
-            none. A report that is a single number is the loss.
+        loss: The key of the loss in the report; None if it has none. A report that is a single
+            number is the loss.
         allow_nonfinite: Whether to go on when the loss is infinite or not a number.
         tokens_axes: The logical axes of which the lengths, multiplied, count the tokens of a batch.
         checkpoint: The folder of a ``CheckpointManager``, which several processes share.
@@ -152,25 +158,23 @@ def fit(
     draw = functools.partial(make_batches, place=place, tokens_axes=tokens_axes)
     manager = evaluating = None
     if checkpoint is not None:
-        kept: Any = {"keep_last": keep, "keep_every": keep_every, "best": best}
-        manager = CheckpointManager(checkpoint, **kept)
+        manager = CheckpointManager(checkpoint, keep_last=keep, keep_every=keep_every, best=best)
     if eval_step is not None:
         draw_all = functools.partial(draw, "eval_batches", eval_batches, Position())
         evaluating = functools.partial(evaluate, eval_step, draw_all, prefetch)
 
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
-        state, position, saved = _find_start(state, step, manager, steps, resume, bar)
-        numbers = steps, log_every, save_every, evaluate_every
-        others: Any = on_log, loss, allow_nonfinite, manager, best, bar, evaluating
-        loop = TrainingLoop(step, state, position, saved, LoopOptions(*numbers, *others))
-        most = None if steps is None else steps - loop.done
-        items = draw("batches", batches, position, most=most)
+        state, position, saved = _find_start(state, step, manager, steps, resume)
+        when = steps, log_every, save_every, evaluate_every
+        others: Any = on_log, loss, allow_nonfinite, manager, best, evaluating
+        loop = TrainingLoop(step, state, position, saved, bar, *when, *others)
+        items = draw("batches", batches, position, most=steps and steps - loop.done)
         try:
-            stops, feed = StopRequests(stop_event), BatchFeed(items, prefetch)
-            with stops, manager or contextlib.nullcontext(), feed:
-                loop.run(feed, stops)
-            if reason := stops.agree():
-                _end(reason, f"stopped after step {loop.done} by {reason}", bar, on_stop)
+            stops, feed = stop_requests(stop_event), BatchFeed(items, prefetch)
+            with stops as find_reason, manager or contextlib.nullcontext(), feed:
+                loop.run(feed, find_reason)
+            if reason := agree_to_stop(find_reason):
+                loop.end_early(reason, on_stop)
         except BaseException as error:
             # Not every class of errors takes an attribute.
             with contextlib.suppress(AttributeError, TypeError):
@@ -181,56 +185,46 @@ def fit(
 
 def _check(given: Mapping[str, Any]) -> None:
     """Refuses arguments of ``fit`` that are wrong, or do not go together."""
-    absent = {name for name, value in given.items() if value is None}
+    absent = {name for name, value in given.items() if value is None} - {"step", "prefetch"}
     evaluation = {"evaluate_every", "eval_step", "eval_batches"}
     is_whole = evaluation <= absent or not evaluation & absent
     is_whole &= not isinstance(given["eval_batches"], Iterator)
     is_placing = bool({"shard_batch", "mesh"} & absent)
     is_placing &= "mesh" not in absent or {"rules", "first_axis"} <= absent
+    is_state = isinstance(given["state"], TrainState) and not is_struct(given["state"].step)
     is_saving = "checkpoint" not in absent or {"save_every", "keep_every", "best"} <= absent
+    is_event = "stop_event" in absent or hasattr(given["stop_event"], "is_set")
     rightness = {
-        "state": (isinstance(given["state"], TrainState), "fit(state, step, batches, steps=100)"),
-        "prefetch": (given["prefetch"] == 0 or _is_count(given["prefetch"]), "prefetch=2"),
+        "stop_event": (is_event, "stop_event=threading.Event()"),
+        "state": (is_state, "state=TrainState.initial_state(model, optimizer, rng)"),
+        "tokens_axes": (not isinstance(given["tokens_axes"], str), "tokens_axes=('batch', 'seq')"),
         "on_stop": (given["on_stop"] in ("raise", "return"), "on_stop='return'"),
         "mesh": (is_placing, "shard_batch=function, or mesh=mesh with rules and first_axis"),
         "eval_batches": (is_whole, "evaluate_every=100, eval_step=step, eval_batches=[batch]"),
         "checkpoint": (is_saving, "checkpoint='run' with save_every, keep_every and best"),
     }
-    for name in ("steps", "log_every", "save_every", "keep", "keep_every", "evaluate_every"):
-        rightness[name] = name in absent or _is_count(given[name]), f"{name}=100"
+    for name in ("step", "shard_batch", "on_log", "eval_step"):
+        rightness[name] = name in absent or callable(given[name]), f"{name}=function"
+    for name in _COUNTS:
+        is_count = type(given[name]) is int and given[name] > 0
+        rightness[name] = name in absent or is_count, f"{name}=10"
     check_arguments("fit", {name: (given[name], *right) for name, right in rightness.items()})
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _end(reason: str, text: str, bar: Bar, on_stop: str) -> None:
-    """Says why a run has stopped, and raises what a signal stands for in Python."""
-    bar.show(text)
-    # Exactly this type: Python ends a program with the status of Ctrl-C for it.
-    errors = {"Ctrl-C": KeyboardInterrupt(text), "SIGTERM": SystemExit(128 + signal.SIGTERM)}
-    if reason in errors and on_stop == "raise":
-        raise errors[reason]
-
-
 def _find_start(
-    state: TrainState, step: Any, manager: Any, steps: int | None, resume: bool, bar: Bar
+    state: TrainState, step: Any, manager: Any, steps: int | None, resume: bool
 ) -> tuple[TrainState, Position, int | None]:
     """The state to start from, its place in the batches, and the step of its checkpoint."""
     problems = Problems("fit cannot start:")
-    given = 0 if is_struct(state.step) else int(state.step)
+    given = int(state.step)
     newest = manager and on_first("looking for a checkpoint", lambda: manager.latest)
     if newest is None:
-        if is_struct(state.step):
-            problems.add("state", "it has no arrays, and there is no checkpoint", "Make it anew.")
-        elif steps is not None and given >= steps:
+        if steps is not None and given >= steps:
             what = f"it is at step {given}, and the last step is {steps}"
             problems.add("state", what, f"Write steps={given + steps}.")
         problems.raise_if_any(TrainingStoppedError)
         if manager is not None:
-            # Where nothing can be saved, nothing is trained.
-            on_first("making a folder", lambda: os.makedirs(manager.path, exist_ok=True))
+            on_first("making a folder", lambda: _make_folder(manager.path))
         return state, Position(), None
 
     where, extra, what = manager.path_of(newest), manager.extra(newest), ""
@@ -245,19 +239,28 @@ def _find_start(
     problems.raise_if_any(TrainingStoppedError)
     is_free = not any(map(bound_sharding, jax.tree.leaves(state)))
     if getattr(step, "is_donating", False):
-        # So that no device has to hold both.
-        for leaf in jax.tree.leaves(state.arguments()[0]):
-            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-                leaf.delete()
+        _free(state, where)
     state, position = manager.restore(state, newest), Position(**extra["batches"])
-    bar.show(f"resumed at step {newest}, {position.used} batches used: {where}")
-    # As it was before it was saved, so that it goes where the batches are.
-    return jax.tree.map(_unbind, state) if is_free else state, position, newest
+    if is_free:
+        # By way of the host, so that it goes where the batches are, as before it was saved.
+        state = jax.tree.map(jnp.array, jax.device_get(state))
+    return state, position, newest
 
 
-def _unbind(array: jax.Array) -> Any:
-    """An array that goes wherever others are."""
-    if is_key_type(array.dtype):
-        data = _unbind(jax.random.key_data(array))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return jnp.array(np.asarray(array))
+def _make_folder(path: str) -> None:
+    """Makes a folder first: where nothing can be saved, nothing is trained."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        problem = Problem(path, f"no folder can be made: {error.strerror}", "Choose another path.")
+        raise CheckpointWriteError("fit cannot start:", [problem]) from error
+
+
+def _free(state: TrainState, where: str) -> None:
+    """Frees a state, so that no device has to hold both, if a checkpoint has the same arrays."""
+    own = {x.path: (x.shape, str(x.dtype)) for x in leaves_of(state) if x.role != "constant"}
+    stored = read_manifest(where).records
+    if own == {path: (record.shape, record.dtype) for path, record in stored.items()}:
+        for leaf in jax.tree.leaves(state.arguments()[0]):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()

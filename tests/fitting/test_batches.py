@@ -3,12 +3,15 @@
 import threading
 import traceback
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
-from tests.fitting.runs import draw, make_batch, train
+from tests.fitting import runs
+from tests.fitting.runs import draw, initial, make_batch, train
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +20,7 @@ def _no_thread_is_left():
     assert not [t for t in threading.enumerate() if t.name.startswith("penzai_shard batches")]
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("prefetch", [1, 3])
 def test_fit_draws_no_more_batches_ahead_than_it_may(prefetch):
     drawn = []
 
@@ -51,14 +54,25 @@ def test_fit_draws_a_batch_while_a_step_is_used():
     train(batches, steps=3, prefetch=1, on_log=on_log)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_fit_raises_what_the_iterator_raises(prefetch, tmp_path):
+def test_fit_draws_in_the_contexts_of_its_caller():
+    def batches():
+        assert jnp.ones(1, "float64").dtype == "float64"
+        assert jax.config.jax_default_device == jax.devices()[3]
+        assert jax.device_put(np.ones(8), jax.P("data")).sharding.mesh == runs.mesh()
+        yield from draw()
+
+    state = initial()
+    with jax.enable_x64(True), jax.default_device(jax.devices()[3]), jax.set_mesh(runs.mesh()):
+        train(batches, state=state, step=runs.KEEPING_STEP, steps=1)
+
+
+def test_fit_raises_what_the_iterator_raises(tmp_path):
     def batches():
         yield from draw(3)
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        train(batches, checkpoint=tmp_path, prefetch=prefetch)
+        train(batches, checkpoint=tmp_path)
     assert [frame.name for frame in traceback.extract_tb(caught.tb)][-1] == "batches"
     assert caught.value.__notes__ == ["fit was drawing the batch of step 4"]
     assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 3
