@@ -5,8 +5,8 @@ metadata, so that none of them is ever there without the other. A directory has 
 it is whole: it gets it once all is written, and loses it before anything of it is removed.
 """
 
-# Imported so that its own callback at the end of the program comes after the one of this module.
-import concurrent.futures.thread  # noqa: F401
+# Imported here so that its own callback at the end of the program comes after that of this module.
+import concurrent.futures.thread
 import json
 import math
 import os
@@ -14,32 +14,32 @@ import pathlib
 import re
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from penzai_shard.checkpoints.records import MARKER, absolute_path, read_manifest
+from penzai_shard.checkpoints.records import MARKER, absolute_path, is_checkpoint, read_manifest
 from penzai_shard.checkpoints.replacement import content_of, paths_in
 from penzai_shard.checkpoints.train_states import begin_save_train_state, restore_train_state
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     CheckpointWriteError,
     Problem,
     Problems,
     RuleTypeError,
+    warn_caller,
 )
 from penzai_shard.processes.agreement import gather, on_first, together
 from penzai_shard.processes.job import at_end
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_\d{8,}")
 _REMOVING = ".penzai-shard-removing"
-_SECTION, _EMPTY = "penzai_shard_run", '{"metrics": {}, "extra": {}}'
+_SECTION = "penzai_shard_run"
 _CALLED = "CheckpointManager"
+_Metrics = Mapping[int, Mapping[str, float]]
 
 
 class CheckpointManager:
@@ -49,7 +49,8 @@ class CheckpointManager:
     the next step may donate the state, while a thread writes the copy. There is one copy at a time:
     a ``save`` waits for the one before. What goes wrong in the background is raised by the next
     ``save``, ``restore``, ``wait`` or ``close``, as by the end of the ``with`` statement, or is
-    printed at the end of the program.
+    printed at the end of the program. Python 3.12 and 3.13 may not complete a save at their own
+    end, which is printed too.
 
     Whatever ends the program at whatever moment, ``latest`` is a whole checkpoint. Several
     processes make the same calls in the same order, on a folder that they share.
@@ -61,14 +62,12 @@ class CheckpointManager:
         best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints to keep, one by
             default: ``("loss", "min", 3)``. A checkpoint without this metric, or of which it is
             infinite or not a number, is never the best.
-        asynchronous: Whether to write in the background. If not, ``save`` returns once the
-            checkpoint is in its place.
 
     Attributes:
         path: The absolute path of the folder.
 
     Raises:
-        RuleTypeError: Arguments cannot be read; all of them are in it.
+        RuleTypeError: Arguments cannot be read, or the folder is a checkpoint; all are in it.
 
     >>> import tempfile
     >>> state = {"step": jax.numpy.int32(3), "root_rng": jax.random.key(0)}
@@ -88,9 +87,11 @@ class CheckpointManager:
         keep_last: int | None = 2,
         keep_every: int | None = None,
         best: Any = None,
-        asynchronous: bool = True,
     ) -> None:
         problems = Problems(f"{_CALLED}:")
+        folder = absolute_path(path)
+        if is_checkpoint(folder):
+            problems.add("path", f"{str(folder)!r} is a checkpoint", "Write the folder around it.")
         for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
             if count is not None and not _is_count(count):
                 problems.add(name, f"{count!r:.80} is no count", f"Write {name}=100, or None.")
@@ -100,11 +101,9 @@ class CheckpointManager:
             fix = "Write for instance best=('loss', 'min', 3)."
             problems.add("best", f"{best!r:.80} is no metric with 'min' or 'max'", fix)
         problems.raise_if_any(RuleTypeError)
-        self.path = str(absolute_path(path))
-        self._retention = Retention(keep_last, keep_every, tuple(parts) if parts else None)
-        self._asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self.path = str(folder)
+        self._keep_last, self._keep_every, self._best = keep_last, keep_every, parts or None
+        self._saving: concurrent.futures.Future[None] | None = None
 
     # What there is
 
@@ -121,12 +120,9 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of which there are whole checkpoints now, in order."""
-        found = set()
-        for path in paths_in(pathlib.Path(self.path)):
-            match = _STEP.fullmatch(path.name)
-            if match and (content_of(path) / MARKER).is_file():
-                found.add(int(match[1]))
-        return sorted(found)
+        named = [path for path in paths_in(pathlib.Path(self.path)) if _STEP.fullmatch(path.name)]
+        whole = [path for path in named if (content_of(path) / MARKER).is_file()]
+        return sorted(int(path.name.removeprefix("step_")) for path in whole)
 
     @property
     def latest(self) -> int | None:
@@ -136,7 +132,7 @@ class CheckpointManager:
     @property
     def best(self) -> int | None:
         """The step with the best metric now; None if no checkpoint has it, or none is asked for."""
-        return next(iter(self._retention.sort_best(self._read_all_metrics())), None)
+        return next(iter(sort_best(self._read_all_metrics(), self._best)), None)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics with which the first process saved a step.
@@ -166,7 +162,7 @@ class CheckpointManager:
         """What each process said when a step was saved."""
         texts = read_manifest(self.path_of(step)).metadata.get(_SECTION)
         # Somebody may have saved it without a manager.
-        return [json.loads(text) for text in texts or [_EMPTY]]
+        return [json.loads(text) for text in texts or [_write_entry(None, None)]]
 
     def _read_all_metrics(self) -> dict[int, dict[str, float]]:
         """The metrics by step; none of those checkpoints that are damaged."""
@@ -215,36 +211,28 @@ class CheckpointManager:
             path, entry = self.path_of(step), _write_entry(metrics, extra)
         # Another step in another process is another call.
         metadata = {_SECTION: gather(f"{_CALLED} saves {path}", entry)}
-        on_first("looking for later checkpoints", lambda: self._refuse_later(step))
-        options = {"overwrite": overwrite, "metadata": metadata, "copy": self._asynchronous}
+        latest = on_first("looking for later checkpoints", lambda: self.latest)
+        if latest is not None and step < latest:
+            # Nobody would go on from it.
+            problem = Problem(self.path, f"it has step {latest} already", "Save to another.")
+            raise CheckpointWriteError("cannot save:", [problem])
+        options = {"overwrite": overwrite, "metadata": metadata, "copy": True}
         finish = begin_save_train_state(_CALLED, path, state, **options)
         # Processes agree by the name of the thread.
-        name = f"penzai_shard saving {self.path}"
-        self._thread = threading.Thread(target=self._finish, args=(finish, step), name=name)
+        thread = concurrent.futures.ThreadPoolExecutor(1, f"penzai_shard saving {self.path}")
+        self._saving = thread.submit(self._finish, finish, step)
+        thread.shutdown(wait=False)
         _unfinished.add(self)
-        self._thread.start()
-        if not self._asynchronous:
-            self.wait()
         return path
 
-    def _refuse_later(self, step: int) -> None:
-        """Refuses a step before the newest, from which nobody would go on."""
-        latest = self.latest
-        if latest is not None and step < latest:
-            fix = "Save to another folder, or remove the checkpoints after it."
-            problem = Problem(self.path, f"step {latest} is there, which is after {step}", fix)
-            raise CheckpointWriteError("cannot save:", [problem])
-
     def _finish(self, finish: Callable[[], str], step: int) -> None:
-        try:
-            finish()
-            on_first("removing old checkpoints", lambda: self._remove_all_but_kept(step))
-        except Exception as error:
-            self._failure = error
+        finish()
+        on_first("removing old checkpoints", lambda: self._remove_all_but_kept(step))
 
     def _remove_all_but_kept(self, saved: int) -> None:
-        kept = {saved, *self._retention.choose(self._read_all_metrics())}
-        for path in [self.path_of(step) for step in self.steps() if step not in kept]:
+        found = self._read_all_metrics()
+        kept = {saved, *choose_kept(found, self._keep_last, self._keep_every, self._best)}
+        for path in [self.path_of(step) for step in {*found} - kept]:
             # Renamed first, so that no part of a checkpoint is taken for a whole one.
             os.rename(path, path + _REMOVING)
         # With those that a killed program has left.
@@ -270,10 +258,9 @@ class CheckpointManager:
         self.wait()
         if step is None:
             step = on_first("looking for the newest checkpoint", lambda: self.latest)
-        if step is None:
-            problem = Problem(self.path, "no step was saved there", "Save a step first.")
-            raise CheckpointNotFoundError("there is no checkpoint:", [problem])
-        return restore_train_state(self.path_of(step), state, **options)
+        # Without any step there is no checkpoint: the folder is none.
+        path = self.path if step is None else self.path_of(step)
+        return restore_train_state(path, state, **options)
 
     def wait(self) -> None:
         """Waits until all that ``save`` was given is on the disk.
@@ -282,28 +269,37 @@ class CheckpointManager:
             CheckpointWriteError: It could not be written.
             OSError: An old one could not be removed.
         """
-        if self._thread is not None:
-            # Ctrl-C ends only the waiting.
-            self._thread.join()
-            self._thread = None
+        if self._saving is not None:
+            # Ctrl-C ends only the waiting; that for a thread would take the thread for ended.
+            concurrent.futures.wait([self._saving])
+            saving, self._saving = self._saving, None
             _unfinished.discard(self)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+            saving.result()
 
     def close(self) -> None:
-        """Ends what is under way, as the end of a ``with`` statement does; see ``wait``."""
+        """Waits, as the end of a ``with`` statement does.
+
+        Raises:
+            CheckpointWriteError, OSError: As for ``wait``.
+
+        Warns:
+            ShardingWarning: No checkpoint has the metric of ``best``.
+        """
         self.wait()
+        if self._best and self.steps() and self.best is None:
+            what = f"no checkpoint in {self.path} has a finite {self._best[0]!r}"
+            warn_caller([f"{_CALLED}: {what}, so none is kept as the best."])
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
+        if error is None:
             self.close()
+            return
+        try:
+            self.wait()
         except Exception as failure:
-            if error is None:
-                raise
             error.add_note(f"A checkpoint was not saved either: {failure}")
 
 
@@ -321,43 +317,37 @@ def _write_entry(metrics: Any, extra: Any) -> str:
 # What is kept
 
 
-class Retention(NamedTuple):
-    """Decides which checkpoints are kept: those that any of three conditions keeps.
+def choose_kept(
+    metrics: _Metrics, keep_last: int | None, keep_every: int | None, best: Sequence[Any] | None
+) -> set[int]:
+    """The steps that are kept, of those whose metrics are given; always the newest.
 
-    Attributes:
+    Args:
+        metrics: The metrics by step.
         keep_last: How many of the newest; None keeps all.
         keep_every: Those whose step is a multiple of this.
         best: A metric, ``"min"`` or ``"max"``, and how many of the best.
+
+    >>> seen = {50: {}, 100: {"loss": 2.0}, 150: {"loss": 1.0}, 200: {}, 250: {}}
+    >>> sorted(choose_kept(seen, 1, 100, ("loss", "min", 1)))
+    [100, 150, 200, 250]
     """
+    if keep_last is None:
+        return {*metrics}
+    newest = sorted(metrics)[-keep_last:]
+    regular = [step for step in metrics if keep_every is not None and step % keep_every == 0]
+    return {*newest, *regular, *sort_best(metrics, best)[: best[2] if best else 0]}
 
-    keep_last: int | None = 2
-    keep_every: int | None = None
-    best: tuple[Any, ...] | None = None
 
-    def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that are kept, of those whose metrics are given; always the newest.
-
-        >>> seen = {50: {}, 100: {"loss": 2.0}, 150: {"loss": 1.0}, 200: {}, 250: {}}
-        >>> sorted(Retention(1, 100, ("loss", "min", 1)).choose(seen))
-        [100, 150, 200, 250]
-        """
-        if self.keep_last is None:
-            return {*metrics}
-        kept = {*sorted(metrics)[-self.keep_last :]}
-        if self.keep_every is not None:
-            kept |= {step for step in metrics if step % self.keep_every == 0}
-        best_count = self.best[2] if self.best else 0
-        return kept | {*self.sort_best(metrics)[:best_count]}
-
-    def sort_best(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps that have a finite metric, the best first, and of equals the newer one."""
-        if self.best is None:
-            return []
-        name, direction, _ = self.best
-        sign = 1 if direction == "min" else -1
-        values = {step: sign * numbers.get(name, math.nan) for step, numbers in metrics.items()}
-        finite = [step for step, value in values.items() if math.isfinite(value)]
-        return sorted(finite, key=lambda step: (values[step], -step))
+def sort_best(metrics: _Metrics, best: Sequence[Any] | None) -> list[int]:
+    """The steps that have a finite metric, the best first, and of equals the newer one."""
+    if best is None:
+        return []
+    name, direction, _ = best
+    sign = 1 if direction == "min" else -1
+    values = {step: sign * numbers.get(name, math.nan) for step, numbers in metrics.items()}
+    finite = [step for step, value in values.items() if math.isfinite(value)]
+    return sorted(finite, key=lambda step: (values[step], -step))
 
 
 def _is_count(value: Any) -> bool:
@@ -376,8 +366,8 @@ def _finish_all() -> None:
         try:
             manager.wait()
         except Exception as error:
-            fix = "Call close() of a CheckpointManager, or use it in a with statement."
-            print(f"penzai_shard: {error}\n{fix}", file=sys.stderr)
+            # Python 3.12 and 3.13 start no threads any more, and Orbax writes in threads.
+            print(f"penzai_shard: call close() of a CheckpointManager: {error}", file=sys.stderr)
 
 
 at_end(_finish_all)
