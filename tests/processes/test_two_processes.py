@@ -1,9 +1,11 @@
-"""Agreements and arrays of two processes: this file is the test, and the program that it starts.
+"""Two processes agree, share arrays, train and save: this file is the test, and their program.
 
 Each process has four simulated devices, makes all claims, and writes which of them failed.
 """
 
+import inspect
 import json
+import pathlib
 import sys
 import threading
 import traceback
@@ -11,14 +13,30 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
+from penzai import pz
 
+import penzai_shard as pzs
+from penzai_shard.checkpoints.manager import CheckpointManager
 from penzai_shard.errors import MissingExtraError, PlanError, Problem, ShardingError
+from penzai_shard.fitting.fit import fit
 from penzai_shard.jax_internals import messages
 from penzai_shard.processes import agreement
 from penzai_shard.processes.arrays import put
+from penzai_shard.processes.job import several_processes
 from tests.processes.launching import run_processes
+
+AXES = ("data", "model")
+RULES, ROWS = {"in": "data", "out": "model"}, {"batch": "data", "in": None}
+BATCHES = np.random.default_rng(0).normal(size=(20, 16, 8)).astype("float32")
+STEPS = 8
+
+
+def make_mesh(shape):
+    devices = jax.devices()[: shape[0] * shape[1]]
+    return Mesh(np.array(devices).reshape(shape), AXES)
 
 
 def paths_of(caught):
@@ -122,8 +140,7 @@ def claim_refuse_differences_names_what_differs(me):
 
 def layout(*axes):
     """Over the devices of both processes."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-    return NamedSharding(mesh, jax.P(*axes))
+    return NamedSharding(make_mesh((2, 4)), jax.P(*axes))
 
 
 def check_parts(array, whole, sharding):
@@ -170,24 +187,126 @@ def claim_put_refuses_other_shapes(me):
     assert paths_of(caught) == ["w"]
 
 
-def main(me, address):
-    jax.distributed.initialize(address, 2, me)
-    agreement.PATIENCE_SECONDS = 30.0
-    failed = []
-    for name, claim in list(globals().items()):
-        try:
-            if name.startswith("claim_"):
-                claim(me)
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
+# Claims about training and its checkpoints
+
+
+def make_state(mesh):
+    model = {"w": pz.nx.wrap(jnp.linspace(-1, 1, 64).reshape(8, 8), "in", "out")}
+    state = pzs.TrainState.initial_state(model, optax.adam(0.1), jax.random.key(0))
+    return pzs.place(state, mesh, RULES)
+
+
+def loss_fn(model, rng, state, x):
+    out = pz.nx.nmap(jnp.dot)(x.untag("in"), model["w"].untag("in")).unwrap("batch", "out")
+    return jnp.mean((out + jax.random.normal(rng, out.shape) - 1) ** 2), state, {}
+
+
+def train(mesh, rows, folder, **options):
+    """Losses and the last state, of batches of which this process has some rows."""
+    records = []
+    place = {"mesh": mesh, "rules": ROWS, "local": True}
+    state = fit(
+        make_state(mesh),
+        pzs.build_train_step_fn(loss_fn, step_metrics=["loss"], donate_params_and_state=True),
+        [{"x": pz.nx.wrap(batch[rows], "batch", "in")} for batch in BATCHES],
+        shard_batch=lambda batch: pzs.shard_batch(batch, **place),
+        steps=STEPS,
+        log_every=1,
+        progress=False,
+        checkpoint=folder,
+        save_every=4,
+        on_log=options.pop("on_log", records.append),
+        **options,
+    )
+    return [record.loss for record in records], state
+
+
+def read_matrix(mesh, state):
+    """The trained matrix, to the bit."""
+    copy = jax.jit(lambda w: w, out_shardings=NamedSharding(mesh, jax.P()))
+    return np.asarray(copy(state.params["w"].unwrap("in", "out"))).tolist()
+
+
+def claim_training_stops_after_the_same_step(me, folder):
+    mesh, rows = make_mesh((4, 2)), slice(8 * me, 8 * me + 8)
+    records, stop = [], threading.Event()
+
+    def log(record):
+        records.append(record.loss)
+        if me == 1 and record.step == 3:
+            stop.set()
+
+    _, state = train(mesh, rows, folder / "run", on_log=log, stop_event=stop)
+    stopped = int(state.step)
+    assert agreement.gather("asking for the step", stopped) == [stopped] * 2
+    assert 3 <= stopped < STEPS
+    losses, state = train(mesh, rows, folder / "run")
+    (folder / f"result_{me}").write_text(json.dumps([records + losses, read_matrix(mesh, state)]))
+
+
+def claim_other_data_is_refused(me, folder):
+    # Both processes have all rows.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, AXES)
+    batch = {"x": BATCHES[me], "y": BATCHES[0]}
+    with pytest.raises(pzs.ShardingError) as caught:
+        pzs.shard_batch(batch, mesh, ROWS, first_axis="batch", local=True)
+    assert [problem.path for problem in caught.value.problems] == ["x"]
+
+
+def claim_each_process_has_an_extra(me, folder):
+    state = make_state(make_mesh((2, 4)))
+    with CheckpointManager(folder / "extra", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state, {"loss": step + me}, extra={"me": me})
+        with pytest.raises(pzs.ShardingError):
+            manager.save(3 + me, state)
+        manager.wait()
+        assert (manager.extra(2), manager.metrics(2)) == ({"me": me}, {"loss": 2.0})
+        assert agreement.gather("asking for steps", manager.steps()) == [[2], [2]]
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            manager.save(1, state)
+    assert caught.value.problems[0].path == str(folder / "extra")
+    # Nobody waits for it but the end of the job.
+    CheckpointManager(folder / "late").save(1, state)
+
+
+# The program and the test
+
+
+def main(me, address, folder):
+    agreement.PATIENCE_SECONDS, failed = 30.0, []
+    # The second block finds out that the job has begun.
+    with several_processes(address, 2, me), several_processes():
+        for name, claim in list(globals().items()):
+            try:
+                if name.startswith("claim_"):
+                    claim(*[me, folder][: len(inspect.signature(claim).parameters)])
+            except Exception:
+                traceback.print_exc()
+                failed.append(name)
     print(json.dumps(failed))
 
 
-def test_claims_of_two_processes():
-    outputs = [output for _, output, _ in run_processes(__file__)]
-    assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[], []]
+def test_claims_of_two_processes(tmp_path):
+    ended = run_processes(__file__, tmp_path)
+    assert [json.loads(output.splitlines()[-1]) for _, output, _ in ended] == [[], []]
+    assert [status for status, *_ in ended] == [0, 0]
+    results = [json.loads((tmp_path / f"result_{me}").read_text()) for me in (0, 1)]
+    assert results[0] == results[1]
+    losses, trained = results[0]
+    expected, _ = train(make_mesh((4, 2)), slice(None), tmp_path / "alone")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+    manager = CheckpointManager(tmp_path / "run")
+    for shape in [(1, 8), (4, 2), (2, 2)]:
+        restored = manager.restore(make_state(make_mesh(shape)))
+        assert int(restored.step) == STEPS
+        assert restored.params["w"].data_array.sharding.mesh.devices.shape == shape
+        assert read_matrix(make_mesh(shape), restored) == trained
+    assert CheckpointManager(tmp_path / "late").latest == 1
+    with pytest.raises(pzs.CheckpointMismatchError):
+        CheckpointManager(tmp_path / "extra").extra(2)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]))
