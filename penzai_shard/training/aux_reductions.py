@@ -55,7 +55,7 @@ def reduce_outputs(
     leaves: Sequence[Leaf],
     stacks: Sequence[Any],
     dims: Sequence[int | None],
-    join: Callable[[Any, int], Any],
+    place: int,
 ) -> list[Any]:
     """Joins each output of several microbatches or devices.
 
@@ -64,7 +64,7 @@ def reduce_outputs(
         leaves: The outputs of one.
         stacks: Those of all, along a new first dimension.
         dims: The dimension of each output of one that has its examples, if one has.
-        join: Joins examples along a dimension.
+        place: As for ``join_examples``.
 
     Raises:
         ShardingError: A word is missing, does not fit, or is for no output; all are in it.
@@ -89,7 +89,7 @@ def reduce_outputs(
         elif dim is None:
             problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
         else:
-            values.append(join(stack, dim))
+            values.append(join_examples(stack, dim, place))
     problems.raise_if_any(ShardingError)
     return values
 
@@ -103,20 +103,18 @@ def divide_pairs(reductions: Mapping[str, str], aux: Any) -> Any:
     >>> divide_pairs({"accuracy": "ratio"}, {"accuracy": (3.0, 4), "loss": (1.0, 2)})
     {'accuracy': 0.75, 'loss': (1.0, 2)}
     """
-
-    def is_ratio(keys: Any, node: Any) -> bool:
-        return reductions.get(path_text(keys)) == _RATIO
+    ratios = {path for path, word in reductions.items() if word == _RATIO}
 
     def divide(keys: Any, node: Any) -> Any:
-        if not is_ratio(keys, node):
+        if path_text(keys) not in ratios:
             return node
         if not isinstance(node, tuple | list) or len(node) != 2:
             problem = Problem(path_text(keys), "it is no pair", "Return a sum and its count.")
             raise ShardingError("outputs cannot be divided:", [problem])
         return node[0] / node[1]
 
-    options: Any = {"is_leaf": is_ratio, "is_leaf_takes_path": True}
-    return jax.tree_util.tree_map_with_path(divide, aux, **options)
+    is_leaf: Any = lambda keys, _: path_text(keys) in ratios  # noqa: E731
+    return jax.tree_util.tree_map_with_path(divide, aux, is_leaf=is_leaf, is_leaf_takes_path=True)
 
 
 def split_microbatches(value: Any, dim: int, count: int) -> Any:
@@ -129,21 +127,16 @@ def split_microbatches(value: Any, dim: int, count: int) -> Any:
     return jnp.moveaxis(parts, dim + 1, 0)
 
 
-def join_microbatches(parts: Any, dim: int) -> Any:
-    """Undoes ``split_microbatches``.
+def join_examples(parts: Any, dim: int, place: int) -> Any:
+    """The examples of several microbatches or devices along their own dimension.
 
-    >>> join_microbatches(split_microbatches(jnp.arange(6), 0, 3), 0).tolist()
+    Args:
+        parts: The examples, those of one after the other along a new first dimension.
+        dim: The dimension of the examples of one.
+        place: 0 if a part has neighbours, as a device has; 1 if it has every ``count``-th example.
+
+    >>> join_examples(split_microbatches(jnp.arange(6), 0, 3), 0, 1).tolist()
     [0, 1, 2, 3, 4, 5]
     """
-    moved = jnp.moveaxis(parts, 0, dim + 1)
-    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
-
-
-def join_devices(parts: Any, dim: int) -> Any:
-    """The examples of all devices, one device after the other.
-
-    >>> join_devices(jnp.arange(6).reshape(2, 3), 0).tolist()
-    [0, 1, 2, 3, 4, 5]
-    """
-    moved = jnp.moveaxis(parts, 0, dim)
+    moved = jnp.moveaxis(parts, 0, dim + place)
     return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])

@@ -54,10 +54,6 @@ class Shardings(NamedTuple):
 
 
 NO_SHARDINGS = Shardings({}, {})
-_PLAIN_ARRAYS = (
-    "The model's arrays are named arrays of Penzai. For code that computes with plain ones write "
-    "TrainState.initial_state(..., plain_arrays=True)."
-)
 
 
 def find_shardings(state: TrainState) -> Shardings:
@@ -144,7 +140,7 @@ def run_loss(
 
         given = call.manual_axes, state, shardings.parameters, inputs, find, run, is_differentiated
         sums, carry, (form, stacks) = run_per_device(*given)
-        aux = _join_outputs(call, form, stacks, aux_reductions.join_devices)
+        aux = _join_outputs(call, form, stacks, place=0)
     else:
         sums, carry, aux = run(state, inputs)
     loss, weight, gradients = sums
@@ -195,7 +191,7 @@ def update(
         params = optax.apply_updates(params, updates)
     before = {"params": trained, "opt_state": state.opt_arrays}
     after = {"params": params, "opt_state": opt_arrays}
-    after = _keep_form(before, after, "Use an optimizer that keeps it.")
+    after = keep_form(before, leaves_of(after), "Use an optimizer that keeps it.")
     if step_metrics:
         if not isinstance(aux, dict | None):
             problem = Problem("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
@@ -254,16 +250,16 @@ def _run_microbatches(
     zero = jnp.zeros((), jnp.float32)
     sums = jax.tree.map(lambda x: vary_over(x, call.manual_axes), (zero, zero, zeros))
     (sums, carry), stacks = jax.lax.scan(run_one, (sums, carry), (jnp.arange(count), parts))
-    return sums, carry, _join_outputs(call, aux_form, stacks, aux_reductions.join_microbatches)
+    return sums, carry, _join_outputs(call, aux_form, stacks, place=1)
 
 
 def _join_outputs(
-    call: LossCall, form: tuple[Sequence[Leaf], Structure], stacks: Any, join: Any
+    call: LossCall, form: tuple[Sequence[Leaf], Structure], stacks: Any, place: int
 ) -> Any:
     """The outputs of several microbatches or devices, given along a new first dimension."""
     leaves, structure = form
     dims = [_examples_dim(call, leaf) for leaf in leaves]
-    joined = aux_reductions.reduce_outputs(call.reductions, leaves, stacks, dims, join)
+    joined = aux_reductions.reduce_outputs(call.reductions, leaves, stacks, dims, place)
     return structure.fill_alike(joined)
 
 
@@ -307,12 +303,7 @@ def _call_loss(
     model = template.bind_for_loss(trained | state.fixed_arrays | state_arrays)
     leaves, structure = flatten(model)
     with jax.named_scope(LOSS):
-        try:
-            result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
-        except TypeError as error:
-            if not structure.variables and any(leaf.names for leaf in leaves):
-                error.add_note(_PLAIN_ARRAYS)
-            raise
+        result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
     values = dict(zip(template.structure.paths, structure.read(model), strict=True))
 
     problems = Problems("a loss function may change state variables only:")
@@ -329,7 +320,7 @@ def _call_loss(
     after = {"state_vars": state_vars, "loss_fn_state": new_state}
     if call.manual_axes:
         refuse_differences(after)
-    after = _keep_form(before, after, "Give it like the one before.")
+    after = keep_form(before, leaves_of(after), "Give it like the one before.")
     return loss, (weight, (after["state_vars"], after["loss_fn_state"]), aux)
 
 
@@ -341,21 +332,12 @@ def _read_result(result: Any) -> tuple[Any, Any, Any, Any]:
         raise ShardingError(contract, [Problem("", what, "Return (loss, state, {}).")])
     loss, new_state, aux = result
     read_arrays({"aux": aux, "new_state": new_state}, "A step")
-    has_count = isinstance(loss, tuple | list) and len(loss) == 2
-    scalars, problems = [], Problems(contract)
-    for value, kind in zip(loss if has_count else [loss], (jnp.floating, jnp.number), strict=False):
-        leaves = leaves_of(value)
-        if [leaf.shape for leaf in leaves] == [()] and jnp.issubdtype(leaves[0].dtype, kind):
-            scalars.append(jnp.asarray(leaves[0].value))
-        else:
-            form = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves] or type(value).__name__
-            what = f"a loss, or the count of a mean, is {form} and no {kind.__name__} scalar"
-            problems.add("", what, "Return a scalar, for instance the mean.")
-    problems.raise_if_any(ShardingError)
-    return scalars[0], scalars[1] if has_count else None, new_state, aux
-
-
-def _keep_form(before: Any, after: Any, fix: str) -> Any:
-    """New values of fields, in the form of those before."""
-    leaves, structure = flatten(before)
-    return structure.fill_alike(keep_form(leaves, leaves_of(after), fix))
+    parts = loss if isinstance(loss, tuple | list) else [loss]
+    leaves = leaves_of(parts)
+    forms = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
+    is_right = len(parts) == len(leaves) <= 2 and not any(leaf.shape for leaf in leaves)
+    if not (is_right and leaves and jnp.issubdtype(leaves[0].dtype, jnp.floating)):
+        what = f"the loss is {forms or type(loss).__name__}, and no float or sum and count"
+        raise ShardingError(contract, [Problem("", what, "Return the mean, or the pair.")])
+    first, *count = [jnp.asarray(leaf.value) for leaf in leaves]
+    return first, count[0] if count else None, new_state, aux

@@ -219,8 +219,6 @@ class _Step:
     def _read_inputs(self, inputs: dict[str, Any], allow_structs: bool = False) -> list[Leaf]:
         leaves, _ = read_arrays(inputs, self.called, allow_structs=allow_structs)
         problems = Problems(f"{self.called} cannot call its loss function:")
-        for name in inputs.keys() & set(_RESERVED):
-            problems.add(name, "the step itself gives an argument of this name", "Rename it.")
         for name in self.input_shardings.keys() - inputs.keys():
             problems.add(name, "input_kwarg_shardings name it, and it is no input", "Give it.")
         try:
@@ -228,7 +226,7 @@ class _Step:
         except TypeError as error:
             names = ", ".join((*_RESERVED, *inputs))
             what = f"the step calls it by keyword with {names}: {error}"
-            problems.add("", what, f"Write def loss_fn({names}).")
+            problems.add("", what, f"Write def loss_fn({names}), each name once.")
         problems.raise_if_any(ShardingError)
         return leaves
 
@@ -335,30 +333,14 @@ def build_train_step_fn(
     return _Step("A train step", call, jit, *shardings, donate_params_and_state, metrics)
 
 
-def build_eval_step_fn(
-    loss_fn: Callable[..., Any],
-    *,
-    jit: bool = True,
-    input_kwarg_shardings: Mapping[str, Any] | None = None,
-    train_state_shardings: Any = None,
-    aux_output_shardings: Any = None,
-    accumulate_steps: int = 1,
-    batch_axis: Any = "batch",
-    aux_reduction: Any = None,
-    manual_axes: str | Sequence[str] | None = None,
-) -> Any:
+def build_eval_step_fn(loss_fn: Callable[..., Any], **options: Any) -> Any:
     """Builds the function that evaluates a train state and changes nothing.
 
     Args:
-        loss_fn: As for ``build_train_step_fn``, as are all others.
-        jit: Whether to compile.
-        input_kwarg_shardings: Where inputs are put.
-        train_state_shardings: Where the state lies.
-        aux_output_shardings: Where the outputs lie.
-        accumulate_steps: The number of microbatches.
-        batch_axis: The logical axis of the examples.
-        aux_reduction: How outputs of several microbatches or devices become one.
-        manual_axes: The mesh axes over which the loss function runs per device.
+        loss_fn: As for ``build_train_step_fn``.
+        **options: As for ``build_train_step_fn``: ``jit``, ``input_kwarg_shardings``,
+            ``train_state_shardings``, ``aux_output_shardings``, ``accumulate_steps``,
+            ``batch_axis``, ``aux_reduction``, ``manual_axes``.
 
     Returns:
         ``evaluate(train_state, **inputs) -> (loss, aux)``.
@@ -369,11 +351,12 @@ def build_eval_step_fn(
     >>> import optax
     >>> from jax import numpy as jnp
     >>> evaluate = build_eval_step_fn(lambda model, rng, state, x: (x @ model["w"], state, {}))
-    >>> state = TrainState.initial_state({"w": jnp.ones(3)}, optax.sgd(0.25), jax.random.key(0))
+    >>> state = TrainState.initial_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(0))
     >>> float(evaluate(state, x=jnp.ones(3))[0])
     3.0
     """
-    reductions, axes = read_reductions(aux_reduction), _read_texts(manual_axes)
-    call = LossCall(loss_fn, accumulate_steps, batch_axis, reductions, axes)
-    shardings = train_state_shardings, input_kwarg_shardings or {}, aux_output_shardings
-    return _Step("An evaluation", call, jit, *shardings)
+    called, fix = "An evaluation", "none: it makes no new state, and gives the loss"
+    others = ("donate_params_and_state", "step_metrics")
+    check_arguments(called, {x: (options[x], False, fix) for x in others if x in options})
+    step = build_train_step_fn(loss_fn, **options)
+    return dataclasses.replace(step, called=called, step_metrics=None)

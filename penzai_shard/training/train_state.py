@@ -19,7 +19,7 @@ from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, is_traced
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.steps import make_struct
-from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of, with_arrays
+from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 from penzai_shard.jax_internals.tracing import is_weak_type
 from penzai_shard.meshes import AnyMesh
@@ -206,12 +206,9 @@ class TrainState:
         >>> state.replace(params={"w": jnp.zeros(2)}).model["w"].tolist()
         [0.0, 0.0]
         """
-        new = leaves_of(fields)
-        paths = {leaf.path for leaf in new}
-        old = [leaf for leaf in leaves_of(self) if leaf.path in paths]
-        values = keep_form(old, new, "Give arrays like those of the state.")
-        arrays = {leaf.path: value for leaf, value in zip(old, values, strict=True)}
-        return cast(TrainState, with_arrays(self, arrays))
+        new = {leaf.path: leaf for leaf in leaves_of(self) + leaves_of(fields)}
+        fix = "Give arrays like those of the state."
+        return cast(TrainState, keep_form(self, [*new.values()], fix))
 
     # What a step needs
 
@@ -233,10 +230,9 @@ class TrainState:
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         import treescope
 
-        fields = self.named_fields()
-        shown = {field: _view(fields[field]) for field in _FIELDS}
+        fields = _view(self.named_fields())
         render = treescope.repr_lib.render_object_constructor
-        return render(TrainState, shown, path=path, subtree_renderer=subtree_renderer)
+        return render(TrainState, fields, path=path, subtree_renderer=subtree_renderer)
 
 
 def _view(named: Any) -> Any:
@@ -314,14 +310,14 @@ def with_strong_type(value: Any) -> Any:
     return jax.lax.convert_element_type(array, array.dtype) if is_weak_type(array) else array
 
 
-def keep_form(old: Sequence[Leaf], new: Sequence[Leaf], fix: str) -> list[Any]:
-    """New values in the form of old ones, so that the next step is the same program.
+def keep_form(old: Any, new: Sequence[Leaf], fix: str) -> Any:
+    """A tree with new values in the form of old ones, so that the next step is the same program.
 
     Floats of another precision are rounded to what they were.
 
     Args:
-        old: Arrays of a state.
-        new: What takes their places, by path.
+        old: A state, or some of its fields.
+        new: What takes the places of its arrays, by path.
         fix: What to do about another form.
 
     Raises:
@@ -335,16 +331,19 @@ def keep_form(old: Sequence[Leaf], new: Sequence[Leaf], fix: str) -> list[Any]:
         names = f" with axes {leaf.names}" if any(leaf.names or ()) else ""
         return f"{'float' if is_float else leaf.dtype}{list(leaf.shape)}{names}"
 
-    before, after = ({leaf.path: leaf for leaf in leaves} for leaves in (old, new))
+    leaves, structure = flatten(old)
+    before, after = ({leaf.path: leaf for leaf in each} for each in (leaves, new))
     problems = Problems("arrays of a train state must keep their form:")
     for path in before | after:
         was, became = write(before.get(path)), write(after.get(path))
         if was != became:
             problems.add(path, f"it was {was}, and became {became}", fix)
     problems.raise_if_any(ShardingError)
-    values = [with_strong_type(after[leaf.path].value) for leaf in old]
-    pairs = zip(values, old, strict=True)
-    return [x if x.dtype == leaf.dtype else x.astype(leaf.dtype) for x, leaf in pairs]
+    values = [with_strong_type(after[leaf.path].value) for leaf in leaves]
+    pairs = zip(values, leaves, strict=True)
+    return structure.fill_alike(
+        [x if x.dtype == leaf.dtype else x.astype(leaf.dtype) for x, leaf in pairs]
+    )
 
 
 def put_on_mesh(
