@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from penzai_shard import errors
-from penzai_shard.errors import MissingExtraError, Problem, Problems, ShardingError
+from penzai_shard.errors import Problem, Problems, ShardingError
 from penzai_shard.jax_internals import messages
 from penzai_shard.paths import fold_paths
 
@@ -29,7 +29,6 @@ PATIENCE_SECONDS = 600.0
 
 _SAME_CALLS = "Make the same calls in the same order in every process."
 _SAME_VALUES = "Give every process the same, made from the same seed, file or configuration."
-_LONGEST_TEXT = 120
 # Set on errors that all processes have raised, which no enclosing block has to report again.
 _IS_SHARED = "_penzai_shard_is_shared"
 
@@ -132,11 +131,8 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
     """
     # The count is part of the call's name: another one is another call.
     called = f"sum_over_processes of {len(numbers)} numbers"
-    return list(_agree(called, [int(number) for number in numbers], _add_rows))
-
-
-def _add_rows(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip(*rows, strict=True)]
+    own = [int(number) for number in numbers]
+    return list(_agree(called, own, lambda rows: [*map(sum, zip(*rows, strict=True))]))
 
 
 def refuse_differences(what: str, texts: Mapping[str, str]) -> None:
@@ -173,15 +169,11 @@ def _find_differences(said: Sequence[Mapping[str, str]]) -> list[tuple[str, str]
             processes_of.setdefault(texts.get(key), []).append(f"process {process}")
         if len(processes_of) > 1:
             views = [
-                f"{fold_paths(processes)} has {'nothing' if text is None else _shorten(text)}"
+                f"{fold_paths(processes)} has {'nothing' if text is None else f'{text!r:.120}'}"
                 for text, processes in processes_of.items()
             ]
             found.append((key, ", ".join(views)))
     return found
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "...")
 
 
 # A round
@@ -211,8 +203,7 @@ def _agree(
     thread = f"penzai_shard/{threading.current_thread().name}"
     number = next(_rounds[thread])
     topic = f"{thread}/{number}"
-    failure = None if error is None else _describe_error(error)
-    mine = {"what": what, "said": said, "failure": failure}
+    mine = {"what": what, "said": said, "failure": error and _describe_error(error)}
     messages.send(f"{topic}/{me}", json.dumps(mine))
 
     if me == 0:
@@ -296,13 +287,11 @@ def _describe_error(error: Exception) -> dict[str, Any]:
 def _make_error(described: Mapping[str, Any]) -> Exception:
     """An error like the one that was described, of the same class if it is one of ours."""
     kind, text = described["kind"], described["text"]
+    ours = getattr(errors, kind, None)
     if kind == "OSError":
         number, filename = described["details"]
         # With a number Python gives the fitting class, such as FileNotFoundError.
         return OSError(text) if number is None else OSError(number, text, filename)
     if "problems" in described:
-        ours: type[ShardingError] = getattr(errors, kind, ShardingError)
-        return ours(text, [Problem(*fields) for fields in described["problems"]])
-    if kind == "MissingExtraError":
-        return MissingExtraError(text)
-    return ShardingError(f"{text} ({kind})")
+        return (ours or ShardingError)(text, [Problem(*fields) for fields in described["problems"]])
+    return ours(text) if ours else ShardingError(f"{text} ({kind})")

@@ -45,10 +45,11 @@ def put(
     results = [jax.random.key_data(array) if _is_key(array) else array for array in arrays]
     moved = []
     for index, (array, sharding) in enumerate(zip(results, shardings, strict=True)):
-        if sharding.is_fully_addressable or not _is_local(array):
-            moved.append(index)
-        else:
+        is_local = not isinstance(array, jax.Array) or array.is_fully_addressable
+        if is_local and not sharding.is_fully_addressable:
             results[index] = _spread(array, sharding)
+        else:
+            moved.append(index)
 
     # JAX moves what stays in this process, and what has its devices already; all at once.
     targets = [shardings[index] for index in moved]
@@ -81,22 +82,14 @@ def _is_key(array: Any) -> bool:
     return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def _is_local(array: Any) -> bool:
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
-
-
 def _spread(array: Any, sharding: Sharding) -> jax.Array:
     """An array of which each process fills its own parts from the whole; nothing is sent."""
     host = np.asarray(array, jax.dtypes.result_type(array))
     if jax.typeof(array).weak_type and not host.ndim:
         # Made from NumPy it would turn bfloat16 into float32 where it is multiplied with it. JAX
         # takes a number of Python as equal in all processes.
-        number: jax.Array = jax.jit(_identity, out_shardings=sharding)(host.item())
+        number: jax.Array = jax.jit(jnp.asarray, out_shardings=sharding)(host.item())
         return number
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: host[index], dtype=host.dtype
     )
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
