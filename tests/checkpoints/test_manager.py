@@ -82,7 +82,7 @@ LOSSES = st.sampled_from([0.0, 1.0, 2.5, -1.0, math.nan, math.inf, -math.inf])
         st.integers(0, 12), st.just({}) | st.fixed_dictionaries({"loss": LOSSES}), min_size=1
     ),
 )
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_retention_keeps_what_any_condition_keeps(keep_last, keep_every, best, metrics):
     kept = choose_kept(metrics, keep_last, keep_every, best)
     assert kept == choose_one_by_one(keep_last, keep_every, best, metrics)
@@ -370,7 +370,7 @@ def save_until_killed(folder, pipe):
 def kill_savers(folder):
     """Each process is a fork of this one, which has begun nothing; the newest step at the end."""
     moments, done = random.Random(0), 0
-    for _ in range(4):
+    for _ in range(3):
         read, write = os.pipe()
         if not (process := os.fork()):
             save_until_killed(folder, write)
