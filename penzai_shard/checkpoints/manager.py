@@ -62,6 +62,8 @@ class CheckpointManager:
         best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints to keep, one by
             default: ``("loss", "min", 3)``. A checkpoint without this metric, or of which it is
             infinite or not a number, is never the best.
+        asynchronous: Whether to write in the background. If not, ``save`` returns once the
+            checkpoint is in its place.
 
     Attributes:
         path: The absolute path of the folder.
@@ -87,6 +89,7 @@ class CheckpointManager:
         keep_last: int | None = 2,
         keep_every: int | None = None,
         best: Any = None,
+        asynchronous: bool = True,
     ) -> None:
         problems = Problems(f"{_CALLED}:")
         folder = absolute_path(path)
@@ -103,6 +106,7 @@ class CheckpointManager:
         problems.raise_if_any(RuleTypeError)
         self.path = str(folder)
         self._keep_last, self._keep_every, self._best = keep_last, keep_every, parts or None
+        self._asynchronous = asynchronous
         self._saving: concurrent.futures.Future[None] | None = None
 
     # What there is
@@ -223,6 +227,8 @@ class CheckpointManager:
         self._saving = thread.submit(self._finish, finish, step)
         thread.shutdown(wait=False)
         _unfinished.add(self)
+        if not self._asynchronous:
+            self.wait()
         return path
 
     def _finish(self, finish: Callable[[], str], step: int) -> None:

@@ -111,13 +111,11 @@ def test_save_keeps_the_newest_the_regular_and_the_best(tmp_path):
 
 
 def test_save_never_removes_what_it_has_just_saved(tmp_path):
-    with CheckpointManager(tmp_path, keep_last=1, best=BEST) as manager:
+    with CheckpointManager(tmp_path, keep_last=1, best=BEST, asynchronous=False) as manager:
         manager.save(1, make_state(), {"loss": 2.0})
         manager.save(2, make_state(), {"loss": 1.0})
-        manager.wait()
         assert manager.steps() == [2]
         manager.save(2, make_state(5), {"loss": 3.0}, overwrite=True)
-        manager.wait()
         assert (read_value(manager, 2), manager.metrics(2)) == (5, {"loss": 3.0})
 
 
