@@ -115,7 +115,6 @@ def _read_axes(
     if classes is not None and not (type(classes) is int and 0 < classes <= count):
         problems.add("classes", f"it cannot be {classes!r}", f"Write classes={count}, or fewer.")
     if reduction not in _REDUCTIONS:
-        fix = f"Write one of {_REDUCTIONS}."
-        problems.add("reduction", f"it cannot be {reduction!r}", fix)
+        problems.add("reduction", f"it cannot be {reduction!r}", f"Write one of {_REDUCTIONS}.")
     problems.raise_if_any(RuleTypeError)
     return axes

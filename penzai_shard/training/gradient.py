@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
+from penzai_shard.arrays.structure import flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, ShardingError, require
 from penzai_shard.layers.manual import fold_rng_over_axis, vary_over
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
-from penzai_shard.training import aux_reductions
+from penzai_shard.training import loss_call
+from penzai_shard.training.loss_call import LossCall, split_microbatches
 from penzai_shard.training.manual_step import refuse_differences, run_per_device
 from penzai_shard.training.model_parts import Kind
 from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
@@ -27,33 +28,11 @@ from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
 optax = require("optax", extra="train")
 
 
-@dataclasses.dataclass(frozen=True)
-class LossCall:
-    """A loss function and how it is called.
-
-    Attributes:
-        loss_fn: The loss function.
-        accumulate_steps: The number of microbatches.
-        batch_axis: The logical axis of the examples; of plain arrays the number of the dimension.
-        reductions: How outputs of several microbatches or devices are joined, by path.
-        manual_axes: The mesh axes over which each device computes the loss of its own examples.
-    """
-
-    loss_fn: Callable[..., Any]
-    accumulate_steps: int
-    batch_axis: Any
-    reductions: Mapping[str, str]
-    manual_axes: tuple[str, ...] = ()
-
-
 class Shardings(NamedTuple):
     """Where parameters lie, and where their gradients and updates are computed, by path."""
 
     parameters: dict[str, NamedSharding]
     moments: dict[str, NamedSharding]
-
-
-NO_SHARDINGS = Shardings({}, {})
 
 
 def find_shardings(state: TrainState) -> Shardings:
@@ -87,11 +66,7 @@ def _constrain(arrays: dict[str, Any], shardings: Mapping[str, NamedSharding]) -
 
 
 def run_loss(
-    call: LossCall,
-    state: TrainState,
-    shardings: Shardings,
-    inputs: Mapping[str, Any],
-    is_differentiated: bool = False,
+    call: LossCall, state: TrainState, shardings: Shardings, inputs: Any, with_grads: bool = False
 ) -> tuple[Any, Any, Any, Any]:
     """Runs a loss function on a batch.
 
@@ -100,7 +75,7 @@ def run_loss(
         state: The state.
         shardings: Where its parameters and moments lie.
         inputs: The inputs of the loss function.
-        is_differentiated: Whether to find gradients.
+        with_grads: Whether to find gradients.
 
     Returns:
         The loss; its gradients by path; state variables and the state of the loss function; and the
@@ -118,7 +93,7 @@ def run_loss(
             return vary_over(total, call.manual_axes), found
 
         def run_one(*given: Any) -> Any:
-            if not is_differentiated:
+            if not with_grads:
                 total, (weight, *others) = find_loss(trained, *given)
                 return (total, weight, {}), *others
             (total, found), gradients = jax.value_and_grad(find_loss, has_aux=True)(trained, *given)
@@ -129,18 +104,13 @@ def run_loss(
         zeros = {
             path: jnp.zeros(array.shape, jnp.promote_types(array.dtype, jnp.float32))
             for path, array in trained.items()
-            if is_differentiated and call.accumulate_steps > 1
+            if with_grads and call.accumulate_steps > 1
         }
         return _run_microbatches(call, run_one, _pin(zeros, inside), state, inputs)
 
     if call.manual_axes:
-
-        def find(leaves: Sequence[Leaf], device_count: int) -> dict[int, int]:
-            return _find_examples(call, leaves, device_count * call.accumulate_steps)
-
-        given = call.manual_axes, state, shardings.parameters, inputs, find, run, is_differentiated
-        sums, carry, (form, stacks) = run_per_device(*given)
-        aux = _join_outputs(call, form, stacks, place=0)
+        given = call, state, shardings.parameters, inputs, run, with_grads
+        sums, carry, aux = run_per_device(*given)
     else:
         sums, carry, aux = run(state, inputs)
     loss, weight, gradients = sums
@@ -151,15 +121,11 @@ def run_loss(
             path: (gradient / weight).astype(state.trained_arrays[path].dtype)
             for path, gradient in gradients.items()
         }
-    return loss, gradients, carry, aux_reductions.divide_pairs(call.reductions, aux)
+    return loss, gradients, carry, loss_call.divide_pairs(call.reductions, aux)
 
 
 def update(
-    call: LossCall,
-    state: TrainState,
-    shardings: Shardings,
-    inputs: Mapping[str, Any],
-    step_metrics: Sequence[str],
+    call: LossCall, state: TrainState, shardings: Shardings, inputs: Any, metrics: Sequence[str]
 ) -> tuple[Any, Any, Any]:
     """What ``TrainState.with_fields`` takes for the state that follows, and the outputs.
 
@@ -168,10 +134,10 @@ def update(
         state: The state.
         shardings: Where its parameters and moments lie.
         inputs: The inputs of the loss function.
-        step_metrics: What is added to the outputs: ``"loss"``, ``"gradient_norm"``.
+        metrics: What is added to the outputs: ``"loss"``, ``"gradient_norm"``.
     """
     trained, optimizer = state.trained_arrays, state.optimizer_def
-    loss, gradients, carry, aux = run_loss(call, state, shardings, inputs, is_differentiated=True)
+    loss, gradients, carry, aux = run_loss(call, state, shardings, inputs, with_grads=True)
 
     # Line searches of optax look for arguments of these two names.
     def value_fn(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
@@ -192,12 +158,12 @@ def update(
     before = {"params": trained, "opt_state": state.opt_arrays}
     after = {"params": params, "opt_state": opt_arrays}
     after = keep_form(before, leaves_of(after), "Use an optimizer that keeps it.")
-    if step_metrics:
+    if metrics:
         if not isinstance(aux, dict | None):
             problem = Problem("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
             raise ShardingError("step_metrics are added to a dictionary:", [problem])
-        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        aux = (aux or {}) | {name: metrics[name] for name in step_metrics}
+        values = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        aux = (aux or {}) | {name: values[name] for name in metrics}
     return (after["params"], after["opt_state"], *carry), state.step + 1, aux
 
 
@@ -205,11 +171,7 @@ def update(
 
 
 def _run_microbatches(
-    call: LossCall,
-    function: Callable[[Any, Any, Any], Any],
-    zeros: Any,
-    state: TrainState,
-    inputs: Any,
+    call: LossCall, function: Callable[..., Any], zeros: Any, state: TrainState, inputs: Any
 ) -> Any:
     """Runs a function of a carry, a key and inputs on one microbatch after the other.
 
@@ -231,9 +193,8 @@ def _run_microbatches(
     if count == 1:
         return function(carry, rng, inputs)
     leaves, structure = flatten(inputs)
-    dims = _find_examples(call, leaves, count)
-    split = aux_reductions.split_microbatches
-    parts = {i: split(leaves[i].value, dim, count) for i, dim in dims.items()}
+    dims = loss_call.find_examples(call, leaves, count)
+    parts = {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
     aux_form: Any = None
 
     def run_one(sums: Any, item: Any) -> Any:
@@ -250,40 +211,7 @@ def _run_microbatches(
     zero = jnp.zeros((), jnp.float32)
     sums = jax.tree.map(lambda x: vary_over(x, call.manual_axes), (zero, zero, zeros))
     (sums, carry), stacks = jax.lax.scan(run_one, (sums, carry), (jnp.arange(count), parts))
-    return sums, carry, _join_outputs(call, aux_form, stacks, place=1)
-
-
-def _join_outputs(
-    call: LossCall, form: tuple[Sequence[Leaf], Structure], stacks: Any, place: int
-) -> Any:
-    """The outputs of several microbatches or devices, given along a new first dimension."""
-    leaves, structure = form
-    dims = [_examples_dim(call, leaf) for leaf in leaves]
-    joined = aux_reductions.reduce_outputs(call.reductions, leaves, stacks, dims, place)
-    return structure.fill_alike(joined)
-
-
-def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
-    """The dimension of an array along which its examples lie."""
-    axis = call.batch_axis
-    if isinstance(axis, int):
-        return axis if leaf.names is None and len(leaf.shape) > axis else None
-    return leaf.names.index(axis) if leaf.names and axis in leaf.names else None
-
-
-def _find_examples(call: LossCall, leaves: Sequence[Leaf], count: int) -> dict[int, int]:
-    """The dimension of each input that has its examples, by its number."""
-    problems = Problems(f"a batch cannot be split into {count} parts:")
-    dims = {i: dim for i, x in enumerate(leaves) if (dim := _examples_dim(call, x)) is not None}
-    for index, dim in dims.items():
-        leaf, fix = leaves[index], f"Give a multiple of {count}."
-        if leaf.shape[dim] % count:
-            problems.add(leaf.path, f"it has {leaf.shape[dim]} examples", fix, "indivisible")
-    if not dims:
-        fix = "Write batch_axis='batch'; of plain arrays batch_axis=0."
-        problems.add("", f"no input has the axis {call.batch_axis!r}", fix)
-    problems.raise_if_any(ShardingError)
-    return dims
+    return sums, carry, loss_call.reduce_outputs(call, aux_form, stacks, place=1)
 
 
 # The loss function
@@ -303,7 +231,7 @@ def _call_loss(
     model = template.bind_for_loss(trained | state.fixed_arrays | state_arrays)
     leaves, structure = flatten(model)
     with jax.named_scope(LOSS):
-        result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
+        result = call.loss_fn(model=call.wrap(model), rng=rng, state=loss_fn_state, **inputs)
     values = dict(zip(template.structure.paths, structure.read(model), strict=True))
 
     problems = Problems("a loss function may change state variables only:")

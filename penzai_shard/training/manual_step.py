@@ -24,6 +24,7 @@ from penzai_shard.arrays.structure import flatten, leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, ShardingError
 from penzai_shard.layers import manual
 from penzai_shard.layers.remat import GATHERED
+from penzai_shard.training.loss_call import LossCall, find_examples, reduce_outputs
 from penzai_shard.training.train_state import TrainState
 
 _WHOLE = PartitionSpec()
@@ -78,35 +79,32 @@ class _Parameter(NamedTuple):
 
 
 def run_per_device(
-    manual_axes: tuple[str, ...],
+    call: LossCall,
     state: TrainState,
     shardings: Mapping[str, NamedSharding],
     inputs: Any,
-    find_examples: Callable[[Any, int], Mapping[int, int]],
     run: Callable[..., Any],
-    is_differentiated: bool,
+    with_grads: bool,
 ) -> tuple[Any, Any, Any]:
     """Runs a loss, and its gradient, on each device's examples.
 
     Args:
-        manual_axes: The mesh axes over which examples are split, the first major.
+        call: The loss function. Examples are split over its manual mesh axes, the first major.
         state: The state.
         shardings: By path where its parameters lie.
         inputs: The inputs of the whole batch.
-        find_examples: Takes leaves of inputs and the number of devices; gives the dimension of each
-            that has its examples, by its number.
         run: Takes a device's part of state and inputs, and what gathers parameters. Gives loss,
             weight and gradients; what is carried on; and the outputs.
-        is_differentiated: Whether there are gradients.
+        with_grads: Whether there are gradients.
 
     Returns:
-        The same, with means over the devices; and in place of the outputs their leaves and
-        structure, and their values on all devices along a new first dimension.
+        The same, with means over the devices; and outputs joined.
 
     Raises:
         MeshError: The state is on no mesh that has the axes.
         ShardingError: The examples do not divide.
     """
+    manual_axes = call.manual_axes
     meshes = [sharding.mesh for sharding in shardings.values()]
     if missing := [axis for axis in manual_axes if not meshes or axis not in meshes[0].shape]:
         fix = "Lay the state out: jax.device_put(state, train_state_sharding(state, mesh, rules))."
@@ -116,7 +114,7 @@ def run_per_device(
     device_count = specs.part_count(manual_axes, sizes)
     parameters = _read_parameters(manual_axes, state, shardings)
     leaves, structure = flatten(inputs)
-    dims = find_examples(leaves, device_count)
+    dims = find_examples(call, leaves, device_count * call.accumulate_steps)
 
     # Where JAX keeps account of what differs between devices, it refuses loops that begin with
     # zeros and end with what differs. It has to where something is carried on, which must not
@@ -148,7 +146,7 @@ def run_per_device(
     trained = {path: stored[path] for path in state.trained_arrays}
     fixed = {path: stored[path] for path in state.fixed_arrays}
     examples = {i: PartitionSpec(*(None,) * dim, manual_axes) for i, dim in dims.items()}
-    sums_specs = _WHOLE, _WHOLE, trained if is_differentiated else _WHOLE
+    sums_specs = _WHOLE, _WHOLE, trained if with_grads else _WHOLE
     state_specs: Any = _WHOLE, trained, *(_WHOLE,) * 4, fixed, state.template
     mapped = jax.shard_map(
         run_one,
@@ -161,7 +159,7 @@ def run_per_device(
     # In a step that is not compiled, what is left to the compiler is compiled all the same.
     state = dataclasses.replace(state, opt_arrays=None)
     sums, carry, outputs = jax.jit(mapped)(state, [leaf.value for leaf in leaves])
-    return sums, carry, (aux_form, outputs)
+    return sums, carry, reduce_outputs(call, aux_form, outputs, place=0)
 
 
 def _read_parameters(

@@ -24,6 +24,8 @@ from penzai_shard.planning.arguments import check_tree
 from penzai_shard.planning.name_axes import without_names
 from penzai_shard.surgery.inserted import flatten_bare
 
+Trainable = Callable[[Any], bool] | None
+
 
 class Kind(enum.StrEnum):
     """What becomes of an array of a model; a setting is a Python number."""
@@ -87,7 +89,7 @@ class StateTemplate:
 
 
 def split_model(
-    model: Any, optimizer: Any, trainable: Callable[[Any], bool] | None, plain_arrays: bool | None
+    model: Any, optimizer: Any, trainable: Trainable, plain_arrays: bool | None
 ) -> tuple[dict[Kind, dict[str, Any]], StateTemplate]:
     """Takes a model apart; for the arguments see ``TrainState.initial_state``.
 
@@ -103,11 +105,10 @@ def split_model(
     leaves, structure = flatten_bare(model)
     structure.check_paths()
     arrays: dict[Kind, dict[str, Any]] = {kind: {} for kind in Kind}
-    kinds: dict[str, Kind] = {}
     found = _find_kinds(model, leaves, structure, trainable)
-    for leaf, value, kind in zip(leaves, values, found, strict=True):
-        kinds[leaf.path] = kind
-        arrays[kind][leaf.path] = value
+    kinds = dict(zip(structure.paths, found, strict=True))
+    for path, value in zip(structure.paths, values, strict=True):
+        arrays[kinds[path]][path] = value
     if not arrays[Kind.TRAINED]:
         problem = Problem("", "no parameter is trained", "Write trainable=lambda parameter: True.")
         raise ShardingError(f"{called}:", [problem])
@@ -115,10 +116,7 @@ def split_model(
 
 
 def _find_kinds(
-    model: Any,
-    leaves: Sequence[Leaf],
-    structure: Structure,
-    trainable: Callable[[Any], bool] | None,
+    model: Any, leaves: Sequence[Leaf], structure: Structure, trainable: Trainable
 ) -> Iterator[Kind]:
     from penzai import pz
 
@@ -134,7 +132,7 @@ def _find_kinds(
         if is_linen and leaf.path.split("/")[0] != "params":
             role = "state"
         is_frozen = index in frozen and not is_struct(leaf.value)
-        is_trained = not is_frozen and leaf.path not in frozen_names
+        is_trained = not (is_frozen or leaf.path in frozen_names)
         if isinstance(leaf.variable, pz.Parameter) and is_trained:
             is_trained = leaf.variable.metadata.get("trainable", True)
         if trainable is not None and role == "parameter":

@@ -25,7 +25,6 @@ class StatefulTrainer:
         loss_fn: As for ``build_train_step_fn``.
         mesh: The mesh to train on; without one everything stays where the state is.
         rules: As for ``make_plan``, for the state and for inputs.
-        axis_name_to_mesh_name: The same under Penzai's name.
         optimizer_rules: As for ``train_state_sharding``.
         on_unnamed: As for ``make_plan``.
         first_axis: As for ``shard_batch``.
@@ -56,7 +55,6 @@ class StatefulTrainer:
         *,
         mesh: AnyMesh | None = None,
         rules: Any = None,
-        axis_name_to_mesh_name: Any = None,
         optimizer_rules: Any = None,
         on_unnamed: OnUnnamed = "error",
         first_axis: Hashable | None = None,
@@ -64,16 +62,14 @@ class StatefulTrainer:
         **step_options: Any,
     ) -> None:
         layout: dict[str, Any] = {"mesh": mesh, "rules": rules, "on_unnamed": on_unnamed}
-        layout["axis_name_to_mesh_name"] = axis_name_to_mesh_name
-        options = mesh, rules, axis_name_to_mesh_name, optimizer_rules, first_axis
-        if any(option is not None for option in options):
+        if any(option is not None for option in (mesh, rules, optimizer_rules, first_axis)):
             # Without a mesh it refuses the others.
             shardings = train_state_sharding(train_state, optimizer_rules=optimizer_rules, **layout)
             train_state = jax.device_put(train_state, shardings)
             step_options["train_state_shardings"] = shardings
         self._batch_options = layout | {"first_axis": first_axis}
-        donates = donate_states and step_options.get("jit", True)
-        self._step = build_train_step_fn(loss_fn, donate_params_and_state=donates, **step_options)
+        step_options["donate_params_and_state"] = donate_states
+        self._step = build_train_step_fn(loss_fn, **step_options)
         self._state: TrainState = jax.tree.map(jnp.copy, train_state)
 
     @classmethod
@@ -96,8 +92,7 @@ class StatefulTrainer:
             initial_loss_fn_state: What the loss function gets as ``state`` in the first step.
             **options: As for the class.
         """
-        make_state = TrainState.initial_state
-        state = make_state(model, optimizer_def, root_rng, initial_loss_fn_state)
+        state = TrainState.initial_state(model, optimizer_def, root_rng, initial_loss_fn_state)
         return cls(state, loss_fn, **options)
 
     def step(self, **inputs: Any) -> Any:
@@ -127,8 +122,7 @@ class StatefulTrainer:
         inputs = jax.tree.map(make_struct, inputs)
         if self._batch_options["mesh"] is not None:
             inputs = shard_batch(inputs, **self._batch_options)
-        lowerable: Lowerable = self._step.lowerable(self._state, wrap=wrap, **inputs)
-        return lowerable
+        return cast(Lowerable, self._step.lowerable(self._state, wrap=wrap, **inputs))
 
     @property
     def state(self) -> TrainState:

@@ -6,7 +6,6 @@ state comes from elsewhere, and to explain a call that failed.
 """
 
 import dataclasses
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,7 @@ from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import Problems, ShardingError
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.training import gradient
-from penzai_shard.training.aux_reductions import read_reductions
-from penzai_shard.training.gradient import LossCall
+from penzai_shard.training.loss_call import LossCall, read_reductions
 from penzai_shard.training.train_state import TrainState, check_arguments, put_on_mesh, read_arrays
 
 _RESERVED = ("model", "rng", "state")
@@ -62,9 +60,7 @@ class _Step:
     def __post_init__(self) -> None:
         call, layout, inputs = self.call, self.state_shardings, self.input_shardings
         count, metrics = call.accumulate_steps, self.step_metrics or ()
-        can_donate = self.is_jitted or not self.is_donating
         is_axis = not isinstance(call.batch_axis, int) or call.batch_axis >= 0
-        is_manual = all(isinstance(name, str) for name in call.manual_axes)
         is_layout = isinstance(layout, TrainState | None)
         is_layout &= all(isinstance(own, NamedSharding) for own in jax.tree.leaves(layout))
         fix = "train_state_sharding(state, mesh, rules)"
@@ -72,11 +68,8 @@ class _Step:
             "loss_fn": (call.loss_fn, callable(call.loss_fn), "def loss_fn(model, rng, state, x)"),
             "accumulate_steps": (count, type(count) is int and count > 0, "accumulate_steps=1"),
             "batch_axis": (call.batch_axis, is_axis, "batch_axis='batch', or 0 for plain arrays"),
-            "manual_axes": (call.manual_axes, is_manual, "manual_axes=('data',)"),
             "step_metrics": (metrics, {*metrics} <= {*_METRICS}, f"step_metrics={_METRICS}"),
-            "donate_params_and_state": (self.is_donating, can_donate, "jit=True, or leave it out"),
             "train_state_shardings": (layout, is_layout, fix),
-            "input_kwarg_shardings": (inputs, isinstance(inputs, Mapping), "{'x': sharding}"),
         }
         check_arguments(self.called, checks)
         self.state_shardings, self.input_shardings = on_auto_twin((layout, inputs))
@@ -88,7 +81,7 @@ class _Step:
         state = state or given
         if program is None or not _is_ready(state, inputs):
             if any(map(is_traced, jax.tree.leaves((given, inputs)))):
-                return self._finish(given, self._compute(given, gradient.NO_SHARDINGS, inputs))
+                return self._finish(given, self._compute(given, gradient.Shardings({}, {}), inputs))
             state, program = self._find_program(given, inputs)
             self.states[given] = state, program
         try:
@@ -112,7 +105,7 @@ class _Step:
             RuleTypeError: The step is not compiled.
         """
         if wrap is not None:
-            call = dataclasses.replace(self.call, loss_fn=_wrap_model(self.call.loss_fn, wrap))
+            call = dataclasses.replace(self.call, wrap=wrap)
             return dataclasses.replace(self, call=call).lowerable(*args, **inputs)
         check_arguments(f"{self.called} to lower", {"jit": (False, self.is_jitted, "jit=True")})
         state = self._read_state(args)
@@ -231,10 +224,6 @@ class _Step:
         return leaves
 
 
-def _wrap_model(loss_fn: Callable[..., Any], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
-    return functools.wraps(loss_fn)(lambda model, **given: loss_fn(model=wrap(model), **given))
-
-
 def _put(value: Any, sharding: Sharding) -> Any:
     return value.update(sharding=sharding) if is_struct(value) else jax.device_put(value, sharding)
 
@@ -281,7 +270,7 @@ def build_train_step_fn(
             from what transformations of NNX assign.
         jit: Whether to compile.
         donate_params_and_state: Whether the next state may take the memory of the one before, which
-            is deleted then.
+            is deleted then. A step that is not compiled takes none.
         input_kwarg_shardings: Where inputs are put, by name: shardings for ``jax.device_put``.
         train_state_shardings: Where the state lies: ``train_state_sharding(...)``. Arrays that are
             on no device yet are put there, others must lie so.

@@ -21,7 +21,6 @@ from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
-from penzai_shard.jax_internals.tracing import is_weak_type
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import plan_tree
@@ -120,7 +119,6 @@ class TrainState:
         leaves, structure = read_arrays(state, called, allow_structs=True)
         # What is bound to one device, as constants of an abstract model are, follows the others.
         mesh = find_mesh((x for x in leaves if hasattr(bound_sharding(x.value), "mesh")), called)
-        is_abstract = any(is_struct(leaf.value) for leaf in leaves)
         state = cast(TrainState, structure.fill(put_on_mesh(leaves, mesh, {})))
 
         init, trained = optimizer_def.init, state.trained_arrays
@@ -130,7 +128,7 @@ class TrainState:
             shardings = _find_optimizer_shardings(shapes, mesh)
             init = jax.jit(init, out_shardings=shardings)
             opt_arrays = jax.tree.map(lambda x, own: x.update(sharding=own), opt_arrays, shardings)
-        if not is_abstract:
+        if not any(map(is_struct, trained.values())):
             # On one device operation by operation: to compile them takes three times as long.
             opt_arrays = init(trained)
         opt_arrays = jax.tree.map(with_strong_type, opt_arrays)
@@ -302,12 +300,17 @@ def read_arrays(
     return leaves, structure
 
 
-def with_strong_type(value: Any) -> Any:
-    """An array whose dtype stays where it meets another; that of a Python number gives way."""
+def with_strong_type(value: Any, dtype: Any = None) -> Any:
+    """An array whose dtype stays where it meets another; that of a Python number gives way.
+
+    Args:
+        value: The array, which comes back if it is so.
+        dtype: Another dtype for it.
+    """
     if is_struct(value):
-        return value.update(weak_type=False)
-    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    return jax.lax.convert_element_type(array, array.dtype) if is_weak_type(array) else array
+        return value.update(dtype=dtype or value.dtype, weak_type=False)
+    array = jnp.asarray(value)
+    return jax.lax.convert_element_type(array, dtype or array.dtype)
 
 
 def keep_form(old: Any, new: Sequence[Leaf], fix: str) -> Any:
@@ -339,11 +342,8 @@ def keep_form(old: Any, new: Sequence[Leaf], fix: str) -> Any:
         if was != became:
             problems.add(path, f"it was {was}, and became {became}", fix)
     problems.raise_if_any(ShardingError)
-    values = [with_strong_type(after[leaf.path].value) for leaf in leaves]
-    pairs = zip(values, leaves, strict=True)
-    return structure.fill_alike(
-        [x if x.dtype == leaf.dtype else x.astype(leaf.dtype) for x, leaf in pairs]
-    )
+    pairs = [(after[leaf.path].value, leaf.dtype) for leaf in leaves]
+    return structure.fill_alike([with_strong_type(value, dtype) for value, dtype in pairs])
 
 
 def put_on_mesh(

@@ -88,7 +88,6 @@ REFUSED = {
         ("batch_axis", "build(batch_axis=-1)"),
         ("step_metrics", "build(step_metrics='accuracy')"),
         ("step_metrics", "pzs.build_eval_step_fn(loss_fn, step_metrics='loss')"),
-        ("donate_params_and_state", "build(donate_params_and_state=True, jit=False)"),
         ("train_state_shardings", "build(train_state_shardings=P('data'))"),
         ("train_state_shardings", "build(train_state_shardings=initial())"),
         ("n", "build(aux_reduction={'n': 'median'})"),
@@ -192,7 +191,7 @@ RIGHT = [
     "with_loss(lambda m, s, loss: (pz.nx.wrap(loss), s, {}))",
     "jax.jit(build())(initial(), x=batch())",
     "jax.jit(lambda x: build()(initial(), x=x))(batch())",
-    "build(jit=False)(initial(), x=batch())",
+    "build(jit=False, donate_params_and_state=True)(initial(), x=batch())",
 ]
 # fmt: on
 

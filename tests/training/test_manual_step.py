@@ -152,11 +152,13 @@ def gathered(model, rng, state, x):
     return mean({"w": w, "b": model["b"]}, rng, state, x)
 
 
-def run(loss, mesh=ALL, rules=SPLIT, x=X, count=1, optimizer=None, jit=True, **state_options):
+def run(
+    loss, mesh=ALL, rules=SPLIT, x=X, count=1, jit=True, manual_axes=("data",), **state_options
+):
     options = {"accumulate_steps": count, "batch_axis": 0, "step_metrics": "loss", "jit": jit}
     if loss not in (mean, pair):
-        options["manual_axes"] = ["data"]
-    state = initial(mesh, rules, optimizer, **state_options)
+        options["manual_axes"] = manual_axes
+    state = initial(mesh, rules, **state_options)
     return pzs.build_train_step_fn(loss, **options)(state, x=x)
 
 
@@ -315,7 +317,7 @@ REFUSED = [
     (pzs.ShardingError, "x", lambda: run(mean_by_pmean, x=X[:12])),
     (pzs.ShardingError, "x", lambda: run(mean_by_pmean, count=4)),
     (pzs.ShardingError, "", lambda: run(mean_by_pmean, x=X[0, 0])),
-    (pzs.RuleTypeError, "manual_axes", lambda: pzs.build_train_step_fn(mean, manual_axes=[0])),
+    (pzs.MeshError, "params", lambda: run(mean_by_pmean, manual_axes=[0])),
 ]
 # fmt: on
 

@@ -1,10 +1,11 @@
-"""Joins what a loss function reports of several microbatches, or on several devices.
+"""Splits batches for a loss function, and joins what it reports of the parts.
 
 Whether the value of a whole batch is the sum, the mean, or the last of these cannot be seen from an
 array. Floats are averaged, arrays with the batch axis are concatenated; of all else it is said, by
 path.
 """
 
+import dataclasses
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.arrays.structure import Leaf, flatten
+from penzai_shard.arrays.structure import Leaf, Structure, flatten
 from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
 from penzai_shard.paths import path_text
 
@@ -23,6 +24,27 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "last": lambda values, axis: values[-1],
 }
 _WORDS = ", ".join(map(repr, [*_REDUCTIONS, _CONCATENATE]))
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+    """A loss function and how it is called.
+
+    Attributes:
+        loss_fn: The loss function.
+        accumulate_steps: The number of microbatches.
+        batch_axis: The logical axis of the examples; of plain arrays the number of the dimension.
+        reductions: How outputs of several microbatches or devices are joined, by path.
+        manual_axes: The mesh axes over which each device computes the loss of its own examples.
+        wrap: What the loss function gets in place of the model, as a function of it.
+    """
+
+    loss_fn: Callable[..., Any]
+    accumulate_steps: int
+    batch_axis: Any
+    reductions: Mapping[str, str]
+    manual_axes: tuple[str, ...]
+    wrap: Callable[[Any], Any] = lambda model: model
 
 
 def read_reductions(declared: Any) -> dict[str, str]:
@@ -44,77 +66,34 @@ def read_reductions(declared: Any) -> dict[str, str]:
     return words
 
 
-def _find_word(reductions: Mapping[str, str], path: str) -> str:
-    """The word of the longest declared path that leads to an output, if one does."""
-    leading = [own for own in reductions if not own or f"{path}/".startswith(f"{own}/")]
-    return reductions[max(leading, key=len)] if leading else ""
+# The examples of a batch
 
 
-def reduce_outputs(
-    reductions: Mapping[str, str],
-    leaves: Sequence[Leaf],
-    stacks: Sequence[Any],
-    dims: Sequence[int | None],
-    place: int,
-) -> list[Any]:
-    """Joins each output of several microbatches or devices.
+def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
+    """The dimension of an array along which its examples lie."""
+    axis = call.batch_axis
+    if isinstance(axis, int):
+        return axis if leaf.names is None and len(leaf.shape) > axis else None
+    return leaf.names.index(axis) if leaf.names and axis in leaf.names else None
 
-    Args:
-        reductions: The word for each path, and for those below it.
-        leaves: The outputs of one.
-        stacks: Those of all, along a new first dimension.
-        dims: The dimension of each output of one that has its examples, if one has.
-        place: As for ``join_examples``.
+
+def find_examples(call: LossCall, leaves: Sequence[Leaf], count: int) -> dict[int, int]:
+    """The dimension of each input that has its examples, by its number.
 
     Raises:
-        ShardingError: A word is missing, does not fit, or is for no output; all are in it.
+        ShardingError: No input has the axis, or the examples do not divide into ``count`` parts.
     """
-    problems = Problems("outputs of several microbatches or devices cannot be joined:")
-    paths = [leaf.path for leaf in leaves]
-    for path, word in reductions.items():
-        if path and not any(_find_word({path: word}, own) for own in paths):
-            fix = f"Outputs are: {paths[:5]}."
-            problems.add(path, "aux_reduction names it, and there is no output of this path", fix)
-    values = []
-    for leaf, stack, dim in zip(leaves, stacks, dims, strict=True):
-        default = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
-        if leaf.names is not None and dim is not None:
-            default = _CONCATENATE
-        word = _find_word(reductions, leaf.path) or default
-        if not word:
-            fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}; 'last' if each is of the whole."
-            problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
-        elif word != _CONCATENATE:
-            values.append(_REDUCTIONS[word](stack, axis=0))
-        elif dim is None:
-            problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
-        else:
-            values.append(join_examples(stack, dim, place))
+    problems = Problems(f"a batch cannot be split into {count} parts:")
+    dims = {i: dim for i, x in enumerate(leaves) if (dim := _examples_dim(call, x)) is not None}
+    for index, dim in dims.items():
+        leaf, fix = leaves[index], f"Give a multiple of {count}."
+        if leaf.shape[dim] % count:
+            problems.add(leaf.path, f"it has {leaf.shape[dim]} examples", fix, "indivisible")
+    if not dims:
+        fix = "Write batch_axis='batch'; of plain arrays batch_axis=0."
+        problems.add("", f"no input has the axis {call.batch_axis!r}", fix)
     problems.raise_if_any(ShardingError)
-    return values
-
-
-def divide_pairs(reductions: Mapping[str, str], aux: Any) -> Any:
-    """Outputs with a quotient in place of each pair of a sum and a count that is a ratio.
-
-    Raises:
-        ShardingError: What is to be a ratio is no pair.
-
-    >>> divide_pairs({"accuracy": "ratio"}, {"accuracy": (3.0, 4), "loss": (1.0, 2)})
-    {'accuracy': 0.75, 'loss': (1.0, 2)}
-    """
-    ratios = {path for path, word in reductions.items() if word == _RATIO}
-
-    def divide(keys: Any, node: Any) -> Any:
-        if path_text(keys) not in ratios:
-            return node
-        if not isinstance(node, tuple | list) or len(node) != 2:
-            problem = Problem(path_text(keys), "it is no pair", "Return a sum and its count.")
-            raise ShardingError("outputs cannot be divided:", [problem])
-        return node[0] / node[1]
-
-    is_leaf: Any = lambda keys, _: path_text(keys) in ratios  # noqa: E731
-    return jax.tree_util.tree_map_with_path(divide, aux, is_leaf=is_leaf, is_leaf_takes_path=True)
+    return dims
 
 
 def split_microbatches(value: Any, dim: int, count: int) -> Any:
@@ -140,3 +119,76 @@ def join_examples(parts: Any, dim: int, place: int) -> Any:
     """
     moved = jnp.moveaxis(parts, 0, dim + place)
     return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+
+
+# Outputs
+
+
+def _find_word(reductions: Mapping[str, str], path: str) -> str:
+    """The word of the longest declared path that leads to an output, if one does."""
+    leading = [own for own in reductions if not own or f"{path}/".startswith(f"{own}/")]
+    return reductions[max(leading, key=len)] if leading else ""
+
+
+def reduce_outputs(
+    call: LossCall, form: tuple[Sequence[Leaf], Structure], stacks: Sequence[Any], place: int
+) -> Any:
+    """Joins each output of several microbatches or devices.
+
+    Args:
+        call: The loss function.
+        form: The outputs of one, and their structure.
+        stacks: Those of all, along a new first dimension.
+        place: As for ``join_examples``.
+
+    Raises:
+        ShardingError: A word is missing, does not fit, or is for no output; all are in it.
+    """
+    problems = Problems("outputs of several microbatches or devices cannot be joined:")
+    leaves, structure = form
+    paths = [leaf.path for leaf in leaves]
+    for path, word in call.reductions.items():
+        if path and not any(_find_word({path: word}, own) for own in paths):
+            fix = f"Outputs are: {paths[:5]}."
+            problems.add(path, "aux_reduction names it, and there is no output of this path", fix)
+    values = []
+    for leaf, stack in zip(leaves, stacks, strict=True):
+        dim = _examples_dim(call, leaf)
+        default = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
+        if leaf.names is not None and dim is not None:
+            default = _CONCATENATE
+        word = _find_word(call.reductions, leaf.path) or default
+        if not word:
+            fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}; 'last' if each is of the whole."
+            problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
+        elif word != _CONCATENATE:
+            values.append(_REDUCTIONS[word](stack, axis=0))
+        elif dim is None:
+            problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
+        else:
+            values.append(join_examples(stack, dim, place))
+    problems.raise_if_any(ShardingError)
+    return structure.fill_alike(values)
+
+
+def divide_pairs(reductions: Mapping[str, str], aux: Any) -> Any:
+    """Outputs with a quotient in place of each pair of a sum and a count that is a ratio.
+
+    Raises:
+        ShardingError: What is to be a ratio is no pair.
+
+    >>> divide_pairs({"accuracy": "ratio"}, {"accuracy": (3.0, 4), "loss": (1.0, 2)})
+    {'accuracy': 0.75, 'loss': (1.0, 2)}
+    """
+    ratios = {path for path, word in reductions.items() if word == _RATIO}
+
+    def divide(keys: Any, node: Any) -> Any:
+        if path_text(keys) not in ratios:
+            return node
+        if not isinstance(node, tuple | list) or len(node) != 2:
+            problem = Problem(path_text(keys), "it is no pair", "Return a sum and its count.")
+            raise ShardingError("outputs cannot be divided:", [problem])
+        return node[0] / node[1]
+
+    is_leaf: Any = lambda keys, _: path_text(keys) in ratios  # noqa: E731
+    return jax.tree_util.tree_map_with_path(divide, aux, is_leaf=is_leaf, is_leaf_takes_path=True)
