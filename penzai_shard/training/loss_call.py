@@ -2,7 +2,7 @@
 
 Whether the value of a whole batch is the sum, the mean, or the last of these cannot be seen from an
 array. Floats are averaged, arrays with the batch axis are concatenated; of all else it is said, by
-path.
+path, and so it is of plain arrays that may have examples.
 """
 
 import dataclasses
@@ -155,12 +155,14 @@ def reduce_outputs(
     for leaf, stack in zip(leaves, stacks, strict=True):
         dim = _examples_dim(call, leaf)
         default = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
-        if leaf.names is not None and dim is not None:
-            default = _CONCATENATE
+        if dim is not None:
+            # Without names nobody knows whether these are examples.
+            default = "" if leaf.names is None else _CONCATENATE
         word = _find_word(call.reductions, leaf.path) or default
         if not word:
-            fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}; 'last' if each is of the whole."
-            problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
+            what = f"nothing says how its {leaf.dtype}{list(leaf.shape)} become one"
+            fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}, or another of {_WORDS}."
+            problems.add(leaf.path, what, fix)
         elif word != _CONCATENATE:
             values.append(_REDUCTIONS[word](stack, axis=0))
         elif dim is None:

@@ -282,7 +282,7 @@ def build_train_step_fn(
             ``"sum"``, ``"max"``, ``"min"``, ``"last"`` or ``"concatenate"``, or these by path, that
             of ``""`` for all others; for a pair of a sum and a count also ``"ratio"``, with a
             quotient in its place. By default floats are averaged, and named arrays with the batch
-            axis concatenated.
+            axis concatenated; of plain arrays that have the dimension ``batch_axis`` it is said.
         step_metrics: What is added to the outputs, a dictionary then: ``"loss"``,
             ``"gradient_norm"``.
         manual_axes: The mesh axes over which each device computes the loss of its own examples, as

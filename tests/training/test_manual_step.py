@@ -305,6 +305,11 @@ def test_what_is_carried_on_is_the_same_on_all_devices():
         assert cases.paths_of(caught) == ["loss_fn_state/seen"]
 
 
+def report(model, rng, state, x):
+    """What may be examples, of plain arrays, is joined by a word or not at all."""
+    return *mean(model, rng, state, x)[:2], {"losses": squares(model, x).mean(1)}
+
+
 def fail(model, rng, state, x):
     fail.calls += 1
     raise ZeroDivisionError("of the user")
@@ -317,6 +322,7 @@ REFUSED = [
     (pzs.ShardingError, "x", lambda: run(mean_by_pmean, x=X[:12])),
     (pzs.ShardingError, "x", lambda: run(mean_by_pmean, count=4)),
     (pzs.ShardingError, "", lambda: run(mean_by_pmean, x=X[0, 0])),
+    (pzs.ShardingError, "losses", lambda: run(report)),
     (pzs.MeshError, "params", lambda: run(mean_by_pmean, manual_axes=[0])),
 ]
 # fmt: on
