@@ -51,8 +51,7 @@ def mlp_loss(model, rng, state, x):
 
 
 LAYOUTS = {
-    "data parallel": (ALL, {}, 1),
-    "in microbatches": (ALL, {}, 2),
+    "data parallel": (ALL, {}, 2),
     "fully sharded": (ALL, {"features": "data"}, 1),
     "tensor parallel": (GRID, {"features": "data", "features_out": "model"}, 1),
     "Explicit": (pzs.make_mesh({"data": 8}, explicit=True), {"features": "data"}, 2),
