@@ -25,6 +25,7 @@ class StatefulTrainer:
         loss_fn: As for ``build_train_step_fn``.
         mesh: The mesh to train on; without one everything stays where the state is.
         rules: As for ``make_plan``, for the state and for inputs.
+        axis_name_to_mesh_name: The same under Penzai's name.
         optimizer_rules: As for ``train_state_sharding``.
         on_unnamed: As for ``make_plan``.
         first_axis: As for ``shard_batch``.
@@ -55,6 +56,7 @@ class StatefulTrainer:
         *,
         mesh: AnyMesh | None = None,
         rules: Any = None,
+        axis_name_to_mesh_name: Any = None,
         optimizer_rules: Any = None,
         on_unnamed: OnUnnamed = "error",
         first_axis: Hashable | None = None,
@@ -62,7 +64,9 @@ class StatefulTrainer:
         **step_options: Any,
     ) -> None:
         layout: dict[str, Any] = {"mesh": mesh, "rules": rules, "on_unnamed": on_unnamed}
-        if any(option is not None for option in (mesh, rules, optimizer_rules, first_axis)):
+        layout["axis_name_to_mesh_name"] = axis_name_to_mesh_name
+        options = mesh, rules, axis_name_to_mesh_name, optimizer_rules, first_axis
+        if any(option is not None for option in options):
             # Without a mesh it refuses the others.
             shardings = train_state_sharding(train_state, optimizer_rules=optimizer_rules, **layout)
             train_state = jax.device_put(train_state, shardings)

@@ -10,6 +10,7 @@ import penzai_shard as pzs
 from tests.models import counted_mlp
 from tests.training.losses import KEY, LOSSES, X, mean_square, weights
 
+RULES = {"in": "data", "batch": "data"}
 MESH = pzs.make_mesh({"data": 8})
 
 
@@ -23,7 +24,7 @@ def build(**options):
 
 
 def test_step_on_a_mesh_as_without():
-    placed = build(mesh=MESH, rules={"in": "data", "batch": "data"}, first_axis="batch")
+    placed = build(mesh=MESH, axis_name_to_mesh_name=RULES, first_axis="batch")
     plain = build(accumulate_steps=2, batch_axis=0, step_metrics="gradient_norm", jit=False)
     for _ in range(2):
         losses = [float(trainer.step(x=X)["loss"]) for trainer in (plain, placed)]
