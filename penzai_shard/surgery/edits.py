@@ -345,6 +345,8 @@ def _find_nearest(model: Any, where: Where, layers_only: bool) -> tuple[str, str
     if where != Where(where.what) and (count := len(find(Where(where.what)))):
         return f"without within= and outside= it fits {count}", "Correct what narrows it."
     layers = find(Where(is_layer), "inner first")
+    if not layers:
+        return "the model has no layers", "Edit a pytree of layers, as those of Penzai or Equinox."
     what = Where.of(resolve(where.what)).what
 
     if isinstance(what, tuple):

@@ -359,6 +359,12 @@ def test_edits_that_make_no_sense_or_do_not_fit_are_refused(name):
     assert fix in caught.value.problems[0].fix
 
 
+def test_apply_of_a_tree_without_layers():
+    with pytest.raises(pzs.SelectionError) as caught:
+        apply({"w": 1.0}, pzs.wrap(LINEAR, JIT))
+    assert "a pytree of layers" in caught.value.problems[0].fix
+
+
 def test_apply_reports_the_problems_of_all_edits():
     recipe = pzs.Recipe(
         pzs.wrap(pz_v1.nn.Linear, pzs.Jitted),
