@@ -14,9 +14,12 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.fixture(autouse=True)
 def _handlers_are_as_before():
+    # What a shell starts in the background ignores Ctrl-C, and fit leaves that so.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     assert [signal.getsignal(number) for number in SIGNALS] == before
+    signal.signal(signal.SIGINT, inherited)
 
 
 def train_and_act(act, at=3, **options):
