@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -35,11 +35,27 @@ _ALIGNMENT, _MISALIGNMENT = 64, 16
 class Store(Protocol):
     """What parts of stored arrays are read from, by any thread."""
 
-    def read(self, name: str, index: Index) -> np.ndarray:
+    def read(self, name: str, index: Index, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """A part of a stored array.
+
+        Args:
+            name: The array.
+            index: The part.
+            shape: The shape in which the array is looked at, if it is not the stored one.
 
         Raises:
             CheckpointDamagedError: It cannot be read.
+        """
+
+
+class OpenableStore(Store, Protocol):
+    """Stored arrays, which are opened before parts of them are read."""
+
+    def open(self, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Opens arrays; the shape and dtype of each.
+
+        Raises:
+            CheckpointDamagedError: Some cannot be opened; all of them are in it.
         """
 
 
@@ -49,10 +65,13 @@ class Source:
 
     Attributes:
         stored: The stored arrays: one, or one for each position along ``stack``.
-        shape: The shape that each has as stored; random keys without their dimension of numbers.
-        order: For each dimension of the array but ``stack``, which stored one it is.
+        shape: The shape in which each is looked at, as stored or with dimensions split or joined;
+            random keys without their dimension of numbers.
+        order: For each dimension of the array but ``stack``, which one of ``shape`` it is.
         stack: The dimension along which several are stacked.
-        pick: Of a stored dimension that the array lacks: which it is, and the position in it.
+        pick: Of a dimension of ``shape`` that the array lacks: which it is, and the position in it.
+        plus: What is added to each number, after it was cast to the wanted dtype.
+        pad: How many rows of zeros follow along the first dimension of ``shape``.
     """
 
     stored: tuple[str, ...]
@@ -60,6 +79,8 @@ class Source:
     order: tuple[int, ...]
     stack: int | None = None
     pick: tuple[int, int] | None = None
+    plus: float = 0.0
+    pad: int = 0
 
     @property
     def rows(self) -> int:
@@ -68,20 +89,39 @@ class Source:
             return self.stack or 0
         return self.order.index(min(self.order))
 
-    def read(self, store: Store, index: Index) -> np.ndarray:
-        """A part of the array, with the stored dtype."""
+    def read(self, store: Store, index: Index, dtype: Any = None) -> np.ndarray:
+        """A part of the array.
+
+        Args:
+            store: What it is read from.
+            index: The part.
+            dtype: The dtype to which numbers are cast before ``plus`` is added; without it, and
+                where nothing is added, they keep the stored one.
+        """
         if self.stack is None:
-            return self._read_one(store, self.stored[0], index)
-        names = self.stored[index[self.stack]]
-        index = (*index[: self.stack], *index[self.stack + 1 :])
-        return np.stack([self._read_one(store, name, index) for name in names], self.stack)
+            piece = self._read_one(store, self.stored[0], index)
+        else:
+            names = self.stored[index[self.stack]]
+            index = (*index[: self.stack], *index[self.stack + 1 :])
+            piece = np.stack([self._read_one(store, name, index) for name in names], self.stack)
+        if self.plus:
+            piece = piece.astype(dtype or piece.dtype)
+            piece += np.asarray(self.plus, piece.dtype)
+        return piece
 
     def _read_one(self, store: Store, name: str, index: Index) -> np.ndarray:
         wanted = dict(zip(self.order, index, strict=True))
         if self.pick is not None:
             dimension, position = self.pick
             wanted[dimension] = slice(position, position + 1)
-        piece = store.read(name, tuple(wanted[i] for i in range(len(self.shape))))
+        part = [wanted[i] for i in range(len(self.shape))]
+        if self.pad:
+            start, stop = (min(end, self.shape[0]) for end in (part[0].start, part[0].stop))
+            zeros = part[0].stop - part[0].start - (stop - start)
+            part[0] = slice(start, stop)
+        piece = store.read(name, tuple(part), self.shape)
+        if self.pad:
+            piece = np.pad(piece, [(0, zeros), *[(0, 0)] * (piece.ndim - 1)])
         if self.pick is not None:
             piece = piece.squeeze(dimension)
         kept = sorted(self.order)
@@ -101,11 +141,12 @@ class ChecksumStore:
         # Both sums, and the number of elements that are in them.
         self._rows = {name: [0, 0, 0] for name in shapes}
 
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """As ``Store.read``."""
-        piece = self._store.read(name, index)
+    def read(self, name: str, index: Index, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """As ``Store.read``. A number has one place in row-major order, in whatever shape."""
+        piece = self._store.read(name, index, shape)
         if name in self._shapes:
-            sums = sum_piece(piece, [part.start for part in index], self._shapes[name])
+            whole = self._shapes[name] if shape is None else shape
+            sums = sum_piece(piece, [part.start for part in index], whole)
             with self._lock:
                 row = self._rows[name]
                 row[:] = (row[0] + sums[0], row[1] + sums[1], row[2] + piece.size)
@@ -260,7 +301,7 @@ def _read_parts(
     }
 
     def read(index: Index) -> None:
-        piece = source.read(store, index)
+        piece = source.read(store, index, dtype)
         for part, memory in parts.items():
             both = [
                 (max(wanted.start, start), min(wanted.stop, stop))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import storage
+from penzai_shard.checkpoints.filling import OpenableStore
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError, ShardingError
 from penzai_shard.paths import nearest
@@ -118,7 +119,7 @@ class Manifest:
     kind: str | None
     records: Mapping[str, ArrayRecord]
     metadata: Mapping[str, Any]
-    store: storage.OrbaxStore
+    store: OpenableStore
 
 
 def write_metadata(

@@ -141,15 +141,20 @@ class OrbaxStore:
         arrays = {name: self._opened[name] for name in pending}
         return {name: (tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of an opened array.
+    def read(
+        self, name: str, index: tuple[slice, ...], shape: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """A part of an opened array; see ``Store.read``. In another shape it is read whole.
 
         Raises:
             CheckpointDamagedError: It cannot be read.
         """
+        array = self._opened[name]
+        is_as_stored = shape is None or shape == array.shape
         # Around TensorStore only: a mistake of ours must not pass for damage.
         try:
-            return np.asarray(self._opened[name][index].read().result())
+            numbers = np.asarray((array[index] if is_as_stored else array).read().result())
+            return numbers if is_as_stored else numbers.reshape(shape)[index]
         except Exception as error:
             reason = self._reason(error)
         refuse_damage(self._path, {name: f"its numbers cannot be read: {reason}"})

@@ -1,0 +1,73 @@
+"""What an array is read from: stored arrays that are split, picked from, added to and padded."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penzai_shard.checkpoints.filling import ChecksumStore, Source
+from penzai_shard.checkpoints.value_checksums import compute_checksums
+
+STORED = {
+    name: np.arange(72, dtype="float32").reshape(12, 6) / 7 + i for i, name in enumerate("ab")
+}
+
+
+class Memory:
+    """A store of arrays in memory."""
+
+    def read(self, name, index, shape=None):
+        array = STORED[name]
+        return array[index] if shape is None else array.reshape(shape)[index]
+
+
+A, B = STORED.values()
+ZEROS = np.zeros((2, 6), "float32")
+# A source, its dtype, and the array that it makes.
+SOURCES = {
+    "split": (Source(("a",), (3, 4, 6), (2, 0, 1)), A.reshape(3, 4, 6).transpose(2, 0, 1)),
+    "joined": (Source(("a",), (72,), (0,)), A.reshape(72)),
+    "pick": (Source(("a",), (2, 3, 2, 6), (1, 3, 0), pick=(2, 1)), None),
+    "plus": (Source(("a",), (12, 6), (1, 0), plus=1.0), (A.T + np.float32(1))),
+    "pad": (Source(("a",), (12, 6), (1, 0), pad=2), np.concatenate([A, ZEROS]).T),
+    "split and pad": (
+        Source(("a",), (12, 2, 3), (2, 0, 1), pad=2),
+        np.concatenate([A, ZEROS]).reshape(14, 2, 3).transpose(2, 0, 1),
+    ),
+    "stack": (
+        Source(("a", "b"), (3, 4, 6), (2, 0, 1), stack=1, plus=1.0),
+        np.stack([x.reshape(3, 4, 6).transpose(2, 0, 1) for x in (A, B)], 1) + np.float32(1),
+    ),
+}
+SOURCES["pick"] = SOURCES["pick"][0], A.reshape(2, 3, 2, 6)[:, :, 1].transpose(1, 2, 0)
+
+
+@pytest.mark.parametrize("case", SOURCES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_source_read_of_any_part(case, data):
+    source, whole = SOURCES[case]
+    starts = [data.draw(st.integers(0, size - 1)) for size in whole.shape]
+    bounds = [
+        (a, data.draw(st.integers(a + 1, n))) for a, n in zip(starts, whole.shape, strict=True)
+    ]
+    index = tuple(slice(*ends) for ends in bounds)
+    np.testing.assert_array_equal(source.read(Memory(), index), whole[index], strict=True)
+
+
+def test_source_read_casts_before_it_adds():
+    bits = np.asarray(A, jnp.bfloat16) + np.asarray(1, jnp.bfloat16)
+    read = Source(("a",), (12, 6), (0, 1), plus=1.0).read(
+        Memory(), (slice(0, 12), slice(0, 6)), jnp.bfloat16
+    )
+    np.testing.assert_array_equal(read, bits, strict=True)
+    assert (read != np.asarray(A + 1, jnp.bfloat16)).any()
+
+
+def test_checksum_store_is_the_same_in_another_shape():
+    store = ChecksumStore(Memory(), {"a": A.shape})
+    source = Source(("a",), (3, 4, 6), (2, 0, 1), pad=1)
+    for start in range(4):
+        source.read(store, (slice(0, 6), slice(start, start + 1), slice(0, 4)))
+    assert store.compute_checksums() == compute_checksums({"a": A})
