@@ -217,7 +217,7 @@ def restore_params(
 
     Args:
         path: A checkpoint of ``save_params``, of ``save_train_state``, whose parameters are taken,
-            or of plain Orbax.
+            or of plain Orbax; or a safetensors file, an index of several, or their folder.
         model: As for ``param_dict``, also with structs for arrays. It is not changed.
         mesh: A mesh, or a plan of the model. Without it arrays go where those of the model are.
         rules: As for ``make_plan``.
@@ -251,7 +251,8 @@ def restore_params(
         SelectionError: A pattern of ``only`` or ``except_`` fits no parameter.
 
     Warns:
-        ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
+        ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax, or as
+            safetensors files of others.
 
     >>> import tempfile
     >>> from penzai import pz
@@ -394,7 +395,7 @@ def restore_tree(
 
     def choose(manifest: Manifest) -> Any:
         headline = f"the checkpoint at {manifest.path} does not fit:"
-        if manifest.kind == "params" and is_state:
+        if manifest.kind in ("params", "tensors") and is_state:
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
             raise CheckpointMismatchError(headline, [problem])
@@ -402,11 +403,9 @@ def restore_tree(
         if manifest.kind == "train_state" and not is_state:
             start, stored = _find_parameters(stored, records, others)
         sources = match(stored, records, options, headline=headline, own=own, is_state=is_state)
-        lacks_names = any(
-            records[name].names and stored[source.stored[0]].names is None
-            for name, source in sources.items()
-        )
-        if lacks_names or manifest.kind is None:
+        first = {name: stored[source.stored[0]] for name, source in sources.items()}
+        # What others wrote has no checksums, and no names that could be absent on purpose.
+        if any(x.names is None and (records[n].names or not x.values) for n, x in first.items()):
             what = "stores no logical axis names of these arrays: only their shapes were compared"
             warn_caller([f"the checkpoint at {manifest.path} {what}."])
         for name, source in sources.items():

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
-from penzai_shard.checkpoints import storage
+from penzai_shard.checkpoints import storage, tensor_files
 from penzai_shard.checkpoints.filling import OpenableStore
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError, ShardingError
@@ -109,7 +109,8 @@ class Manifest:
 
     Attributes:
         path: Where it is, as the caller wrote it but absolute.
-        kind: What was saved, ``"params"`` for instance; None if Orbax wrote it for somebody else.
+        kind: What was saved, ``"params"`` for instance; ``"tensors"`` of safetensors files, and
+            None if Orbax wrote it for somebody else.
         records: The record of each array by name.
         metadata: What else the saver wrote into Orbax' custom metadata.
         store: The arrays, to be opened and read.
@@ -131,6 +132,19 @@ def write_metadata(
         entry["axes"] = entry.pop("names")
     section = {"version": VERSION, "kind": kind, "arrays": entries}
     return {**others, SECTION: {**section, "checksum": _digest({**others, **section})}}
+
+
+def write_texts(records: Mapping[str, ArrayRecord]) -> dict[str, str]:
+    """What each safetensors file of a save says of all arrays of the save.
+
+    So a file that is missing, or of another save, is noticed.
+
+    Args:
+        records: The arrays of all files, with their checksums.
+    """
+    section = write_metadata(records, "tensors", {})[SECTION]
+    # "pt" is what readers of other libraries look for.
+    return {"format": "pt", SECTION: json.dumps(section), "writer": MARKER}
 
 
 def _digest(section: Mapping[str, Any]) -> str:
@@ -166,7 +180,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     final = absolute_path(path)
     directory = content_of(final)
     if not is_checkpoint(directory):
-        raise CheckpointNotFoundError("there is no checkpoint:", [_explain_absence(final)])
+        if tensor_files.is_tensors(directory):
+            return _read_tensors(final, directory)
+        problem = tensor_files.explain_absence(os.fspath(path)) or _explain_absence(final)
+        raise CheckpointNotFoundError("there is no checkpoint:", [problem])
     # Opening a pipe in place of a file would never end.
     others = [
         file.relative_to(directory)
@@ -204,19 +221,53 @@ def _explain_absence(final: pathlib.Path) -> Problem:
     return Problem(str(final), "it is no checkpoint", fix)
 
 
+def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
+    store = tensor_files.TensorStore(final, content)
+    found = store.open(store.names)
+    records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
+    is_own = any(MARKER in {*texts, *texts.values()} for texts in store.texts.values())
+    if is_own:
+        sections = {file: texts.get(SECTION) for file, texts in store.texts.items()}
+        first = next(iter(sections.values()))
+        others = [file for file, section in sections.items() if section != first]
+        storage.refuse_damage(final, dict.fromkeys(others, "it is of another save than the others"))
+        file = next(iter(sections))
+        try:
+            records = _read_section(final, file, json.loads(first or ""), {})
+        except ShardingError:
+            raise
+        except _NO_JSON as error:
+            storage.refuse_damage(
+                final, {file: f"what it says of its arrays is damaged: {error!r:.100}"}
+            )
+        storage.refuse_damage(
+            final,
+            dict.fromkeys(records.keys() - found.keys(), "no file has it")
+            | dict.fromkeys(found.keys() - records.keys(), "it was not saved"),
+        )
+    return Manifest(str(final), "tensors", records, {}, store)
+
+
 def _read_own(final: pathlib.Path, directory: pathlib.Path, metadata: dict[str, Any]) -> Manifest:
     section = metadata.pop(SECTION)
-    version, kind = section["version"], section["kind"]
-    if version != VERSION:
-        what = f"it has format {version!r:.20}, and this release of penzai_shard reads {VERSION}"
-        storage.refuse_damage(final, {METADATA: what})
-    if section.pop("checksum") != _digest({**metadata, **section}):
-        what = "what it says of the arrays, or of their run, is not what was saved"
-        storage.refuse_damage(final, {METADATA: what})
-    records = {name: _read_record(entry) for name, entry in section["arrays"].items()}
+    kind = section["kind"]
+    records = _read_section(final, METADATA, section, metadata)
     prefixes = {name: name for name in records}
     store = storage.OrbaxStore(final, directory / storage.STATE, prefixes)
     return Manifest(str(final), kind, records, metadata, store)
+
+
+def _read_section(
+    final: pathlib.Path, file: str, section: dict[str, Any], metadata: Mapping[str, Any]
+) -> dict[str, ArrayRecord]:
+    version = section["version"]
+    if version != VERSION:
+        what = f"it has format {version!r:.20}, and this release of penzai_shard reads {VERSION}"
+        storage.refuse_damage(final, {file: what})
+    if section.pop("checksum") != _digest({**metadata, **section}):
+        what = "what it says of the arrays, or of their run, is not what was saved"
+        storage.refuse_damage(final, {file: what})
+    return {name: _read_record(entry) for name, entry in section["arrays"].items()}
 
 
 def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:
