@@ -129,6 +129,7 @@ def match(
     headline: str,
     own: Collection[str] = (),
     is_state: bool = False,
+    holder: str = "the checkpoint",
 ) -> dict[str, Source]:
     """Finds what fills each array, or refuses everything that is wrong.
 
@@ -140,6 +141,7 @@ def match(
         own: The wanted arrays that have values, which they can keep.
         is_state: Whether both are train states. The paths in ``options.names`` are then those of
             parameters, and what the optimizer keeps of one follows it.
+        holder: What has the stored arrays, for messages.
 
     Returns:
         What each array is made of, by path, without those that keep their values.
@@ -148,7 +150,7 @@ def match(
         CheckpointMismatchError: With a problem for each difference.
         SelectionError: A pattern fits nothing.
     """
-    matching = _Matching(stored, wanted, options, is_state)
+    matching = _Matching(stored, wanted, options, is_state, holder)
     chosen = set(options.choose(wanted))
     kept = set(own) if options.keeps_others else set()
     sources: dict[str, Source] = {}
@@ -184,8 +186,9 @@ class _Matching:
         wanted: Mapping[str, ArrayRecord],
         options: Options,
         is_state: bool,
+        holder: str,
     ) -> None:
-        self._options = options
+        self._options, self._holder = options, holder
         self._start = PARAMETERS if is_state else ""
         self.problems: list[Problem] = []
         self._wanted = wanted
@@ -316,11 +319,11 @@ class _Matching:
         self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
     ) -> Source:
         """The source in the wanted order; adds what differs between the two sides."""
-        both = f"the checkpoint has {stored}, and {wanted} is wanted"
+        both = f"{self._holder} has {stored}, and {wanted} is wanted"
         if source.stack is not None or source.pick is not None:
             self.add(path, f"its blocks are stored as {fold_paths(source.stored)!r}", "blocks")
         if len({str(self._stored[name]) for name in source.stored}) > 1:
-            fix = "Save blocks with equal axes and dtypes."
+            fix = "Give blocks with equal axes and dtypes."
             self.add(path, "its blocks are stored in several forms", "sizes", fix)
         if stored.key_impl != wanted.key_impl:
             fix = "Give jax.random.key(seed, impl=...), or its jax.random.key_data, as is stored."
@@ -347,7 +350,7 @@ class _Matching:
                 for name in wanted_names
             )
             if tuple(stored.shape[dim] for dim in order) != wanted.shape:
-                fix = "Build the model with the sizes of the checkpoint."
+                fix = "Build the model with these sizes."
                 self.add(path, f"the sizes differ: {both}", "sizes", fix)
 
         stack, pick = source.stack, source.pick
@@ -370,8 +373,8 @@ class _Matching:
         left = {fold_key(name.removeprefix(start)): "" for name in rest if name.startswith(start)}
         find_nearest = functools.cache(lambda key: nearest(key, left) or "")
         for path in missing:
-            what = f"the checkpoint has no such array, and {self._wanted[path]} is wanted"
-            fix = "Build what was saved, or keep own values: restore_params(..., others='keep')."
+            what = f"{self._holder} has no such array, and {self._wanted[path]} is wanted"
+            fix = "Build what was saved, or keep own values: others='keep'."
             new = fold_key(path.removeprefix(start))
             old = find_nearest(new) if path.startswith(start) else ""
             if old and old.count("*") == new.count("*"):
@@ -379,5 +382,5 @@ class _Matching:
             self.add(path, what, "missing", fix)
         for path, name in self._names.items():
             if self._left[path] and self._options.asks_for(name):
-                what = f"the checkpoint has {self._stored[path]}, and the model no such array"
+                what = f"{self._holder} has {self._stored[path]}, and the model no such array"
                 self.add(name, f"{what}, or fewer blocks", "extra")

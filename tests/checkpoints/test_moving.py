@@ -1,0 +1,216 @@
+"""Values of a live tree in another: to the bit, with the fewest bytes, under any names."""
+
+import itertools
+import logging
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.checkpoints import moving
+from penzai_shard.checkpoints.moving import move
+from tests.checkpoints import trees
+from tests.checkpoints.test_matching import DIFFERENCES, read_fix
+from tests.checkpoints.trees import blank, contents, kinds_by_path, numbers, params, paths_of
+from tests.models import OPTIMIZERS, counted_mlp, linen, llama, model, penzai_mlp
+
+WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
+FEW = pzs.make_mesh({"data": 3}, jax.devices()[2:5])
+RULES = {"features": "data", "features_out": "model", "embedding": "data", "neurons": "model"}
+MLP = model("penzai mlp")
+RELAXED = {"on_indivisible": "replicate", "on_unnamed": "replicate"}
+
+
+@pytest.fixture
+def rows(caplog):
+    """The rows of the last report, by path."""
+    caplog.set_level(logging.INFO, "penzai_shard")
+
+    def read():
+        (report,) = caplog.records[-1].args
+        assert report.ok
+        return {row["path"]: row for row in report.to_data()["rows"]}
+
+    return read
+
+
+def structs_on(tree, mesh, rules):
+    return pzs.make_plan(tree, mesh, rules, **RELAXED).restore_structs()
+
+
+# Onto other devices
+
+SPECS = [P("data", "model"), P("data"), P(("data", "model")), P(None, "model"), P()]
+LAYOUTS = [NamedSharding(mesh, spec) for mesh in (WIDE, TALL) for spec in SPECS]
+LAYOUTS += [NamedSharding(FEW, P(None, "data")), SingleDeviceSharding(jax.devices()[6])]
+PAIRS = random.Random(0).sample([*itertools.permutations(LAYOUTS, 2)], 12)
+
+
+def count_lacking(before, after, shape):
+    """How many elements the devices of a layout lack that have those of another."""
+    lacking = 0
+    for device, index in after.devices_indices_map(shape).items():
+        mask = np.zeros(shape, bool)
+        mask[index] = True
+        if device in before.device_set:
+            mask[before.devices_indices_map(shape)[device]] = False
+        lacking += mask.sum()
+    return lacking
+
+
+def test_move_sends_what_devices_lack_and_no_more(rows, monkeypatch):
+    shape, sent, put = (24, 24), [], jax.device_put
+
+    def spy(value, device=None, **options):
+        if isinstance(device, jax.Device) and value.device != device:
+            sent.append(value.nbytes)
+        return put(value, device, **options)
+
+    array = jnp.arange(576.0).reshape(shape)
+    pairs = {f"{i:02}": pair for i, pair in enumerate(PAIRS)}
+    tree = {path: put(array, before) for path, (before, _) in pairs.items()}
+    into = {path: put(jnp.zeros(shape), after) for path, (_, after) in pairs.items()}
+    least = {path: 4 * count_lacking(*pair, shape) for path, pair in pairs.items()}
+    monkeypatch.setattr(jax, "device_put", spy)
+    moved = move(tree, into)
+    assert contents(moved) == contents(tree)
+    trees.assert_lies_as(moved, {path: after for path, (_, after) in pairs.items()})
+    assert {path: row["sent"] for path, row in rows().items()} == least
+    assert sum(sent) == sum(least.values()) > 0
+    # Nothing that was sent goes with the array that it comes from.
+    for path in moved:
+        if rows()[path]["what"] == "arrived":
+            moved[path].delete()
+    assert contents(tree) == contents(dict.fromkeys(tree, array))
+
+
+def test_move_leaves_what_lies_right_where_it_is(rows):
+    explicit = pzs.make_mesh({"data": 4, "model": 2}, explicit=True)
+    tree = pzs.place(pzs.param_dict(MLP), WIDE, RULES, **RELAXED) | {"n": jnp.ones(2)}
+    into = structs_on(tree, explicit, RULES) | {"n": jnp.zeros(2), "own": jnp.ones(3)}
+    moved = move(tree, into, others="keep")
+    assert contents(moved) == contents(tree) | contents({"own": into["own"]})
+    whats = {path: row["what"] for path, row in rows().items()}
+    assert whats == {**dict.fromkeys(tree, "lie right"), "own": "keep their values"}
+    assert moved["own"] is into["own"]
+    assert moved["n"] is tree["n"]
+    for path in tree:
+        pointers = [
+            [shard.data.unsafe_buffer_pointer() for shard in leaf.value.addressable_shards]
+            for side in (tree, moved)
+            for leaf in leaves_of(side[path])
+        ]
+        assert pointers[0] == pointers[1], path
+
+
+def test_move_stays_with_the_values_where_nothing_else_is_said():
+    tree = pzs.place(MLP, WIDE, RULES, **RELAXED)
+    for into in (penzai_mlp(1), pzs.abstract_model(penzai_mlp)):
+        moved = move(tree, into)
+        assert params(moved) == params(MLP)
+        trees.assert_lies(moved, WIDE, RULES, **RELAXED)
+        assert all(isinstance(x, pz.Parameter) for x in pz.unbind_params(moved)[1])
+
+
+def test_move_refuses_what_holds_no_values_and_meshes_without_devices():
+    gone = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    gone["v"].delete()
+    abstract = pzs.make_mesh({"data": 8}, abstract=True)
+    with pytest.raises(pzs.ShardingError) as caught:
+        move(gone | {"u": jax.ShapeDtypeStruct((2,), "float32")}, dict.fromkeys("uvw", jnp.ones(2)))
+    assert paths_of(caught) == {"u", "v"}
+    with pytest.raises(pzs.ShardingError) as caught:
+        move({"w": jnp.ones(2)}, dict.fromkeys("vw", trees.structs_of(jnp.ones(2))), others="keep")
+    assert kinds_by_path(caught)["v"] == "missing"
+    with pytest.raises(pzs.MeshError):
+        move(MLP, structs_on(MLP, abstract, {}))
+
+
+def test_move_refuses_numbers_that_do_not_fit_and_what_did_not_arrive(monkeypatch):
+    tree = {"w": jnp.full((8,), 2.5)}
+    with pytest.raises(pzs.CheckpointMismatchError) as caught:
+        move(tree, {"w": jnp.ones((8,), jnp.int8)}, allow="cast")
+    assert paths_of(caught) == {"w"}
+    send = moving._send
+    monkeypatch.setattr(moving, "_send", lambda *args: (send(*args)[0].at[3].add(1), 0))
+    with pytest.raises(pzs.ShardingError) as caught:
+        move(tree, {"w": jax.device_put(tree["w"], LAYOUTS[1])})
+    assert paths_of(caught) == {"w"}
+
+
+# Into other structures
+
+
+def test_move_linen_into_penzai_and_back(rows):
+    """Another library, names, axes, order and dtype, on another mesh; the inverse comes free."""
+    flax = pzs.place(linen(), TALL, {"embed": "model"}, **RELAXED)
+    shapes = {"Dense_0": {"mlp": 16, "embed": 8}, "Dense_1": {"embed": 8, "mlp": 16}}
+    layers = {name: pz.nx.zeros(shape) for name, shape in shapes.items()}
+    into = {f"net/{name}/Linear.weights": layer for name, layer in layers.items()}
+    into = structs_on(into, WIDE, {"embed": "data", "mlp": "model"})
+    names = {"params/*/kernel": "net/*/Linear.weights"}
+    moved = move(flax, into, names=names, allow=("extra", "transpose"))
+    for name in layers:
+        kernel = flax["params"][name]["kernel"]
+        moved_there = moved[f"net/{name}/Linear.weights"].untag("embed", "mlp").unwrap()
+        if name == "Dense_1":
+            moved_there = moved_there.T
+        np.testing.assert_array_equal(moved_there, numbers(kernel.value))
+    inverse = {new: old for old, new in names.items()}
+    back = move(moved, blank(flax), names=inverse, others="keep", allow="transpose")
+    for name in layers:
+        pairs = (tree["params"][name]["kernel"].value for tree in (back, flax))
+        np.testing.assert_array_equal(*map(numbers, pairs))
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_move_blocks_into_the_other_structure(rows, is_stacked):
+    tree, like = llama(1, stacked=is_stacked), llama(2, stacked=not is_stacked)
+    placed = pzs.place(tree, WIDE, RULES, **RELAXED)
+    with pytest.raises(pzs.CheckpointMismatchError) as caught:
+        move(placed, like)
+    assert set(kinds_by_path(caught).values()) == {"blocks"}
+    moved = move(placed, pzs.place(like, TALL, RULES, **RELAXED), allow="blocks")
+    trees.assert_lies(moved, TALL, RULES, **RELAXED)
+    assert params(move(moved, blank(tree), allow="blocks")) == params(tree)
+    tokens = pz.nx.wrap(jnp.arange(8)[None], "batch", "seq")
+    outputs = [numbers(m(tokens).untag("batch", "seq", "vocabulary").unwrap()) for m in (tree, moved)]
+    np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
+
+
+def test_move_state_variables_that_both_have():
+    trained = counted_mlp()
+    trained.count.value = jnp.ones(()) * 7
+    moved = move(trained, counted_mlp(1))
+    assert params(moved) == params(trained)
+    assert int(moved.count.value) == 7
+    assert params(move(trained, penzai_mlp(1))) == params(move(MLP, counted_mlp(1))) == params(MLP)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_move_train_states_and_the_optimizer_follows(name):
+    def state_of(names, first):
+        w = jnp.arange(48.0).reshape(2, 4, 6) + first
+        tree = {path: pz.nx.wrap(w[i], "a", "b") for i, path in enumerate(names)}
+        return pzs.TrainState.initial_state(tree, OPTIMIZERS[name](1e-3), jax.random.key(first))
+
+    state = pzs.place(state_of(["up/w", "down/w"], 1), WIDE, {"a": "data", "b": "model"}, **RELAXED)
+    like = state_of(["net/up/w", "net/down/w"], 0)
+    like = pzs.place(like, TALL, {"a": "data"}, **RELAXED)
+    with pytest.raises(pzs.CheckpointMismatchError):
+        move(state, like)
+    moved = move(state, like, names={"*/w": "net/*/w"})
+    assert {path.replace("net/", ""): x for path, x in contents(moved).items()} == contents(state)
+    trees.assert_lies(moved, TALL, {"a": "data"}, **RELAXED)
+    for pair in ((state, like.model), (state.model, like)):
+        with pytest.raises(pzs.CheckpointMismatchError) as caught:
+            move(*pair)
+        assert kinds_by_path(caught) == {"": "kind"}
