@@ -369,6 +369,7 @@ def restore_tree(
     verify: bool,
     *,
     is_state: bool = False,
+    free: Any = (),
 ) -> Any:
     """A tree with the arrays of a checkpoint, read straight onto their devices.
 
@@ -382,6 +383,7 @@ def restore_tree(
         verify: Whether to compare checksums.
         is_state: Whether all arrays but constants are read, or parameters only; the tree gets
             copies of its own other arrays.
+        free: Arrays that are deleted once the checkpoint is found to fit.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
@@ -418,7 +420,7 @@ def restore_tree(
         }
         return sources, structs
 
-    values = restore(called, path, choose, verify=verify)
+    values = restore(called, path, choose, verify=verify, free=free)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

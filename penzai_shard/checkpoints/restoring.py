@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ def restore(
     choose: Callable[[Manifest], tuple[Sources, Structs]],
     *,
     verify: bool = True,
+    free: Any = (),
 ) -> dict[str, jax.Array]:
     """Restores arrays, on any devices; with several processes all call it.
 
@@ -41,6 +43,7 @@ def restore(
             default device. It is called anew if reading begins again.
         verify: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
+        free: A tree of arrays that are deleted once the checkpoint is found to fit.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -60,7 +63,7 @@ def restore(
             spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
             agreement.refuse_differences(called, spread)
             with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
-                return _read_arrays(manifest, sources, structs, verify)
+                return _read_arrays(manifest, sources, structs, verify, free)
         except CheckpointDamagedError:
             after = agreement.on_first("looking for a checkpoint again", lambda: _identify(path))
             if after == before or attempt == _MOST_ATTEMPTS:
@@ -81,7 +84,7 @@ def _is_spread(struct: jax.ShapeDtypeStruct) -> bool:
 
 
 def _read_arrays(
-    manifest: Manifest, sources: Sources, structs: Structs, verify: bool
+    manifest: Manifest, sources: Sources, structs: Structs, verify: bool, free: Any
 ) -> dict[str, jax.Array]:
     # In one order in all processes. Arrays without elements have an entry only.
     names = sorted({name for source in sources.values() for name in source.stored})
@@ -96,6 +99,9 @@ def _read_arrays(
         if (shape, dtype) != said:
             damaged[name] = f"its entry says {said[1]}{[*said[0]]}, stored is {dtype}{[*shape]}"
     refuse_damage(manifest.path, damaged)
+    for array in jax.tree.leaves(free):
+        if isinstance(array, jax.Array):
+            array.delete()
 
     # Random keys are read as their numbers, and made again.
     record_of = {name: records[source.stored[0]] for name, source in sources.items()}

@@ -75,6 +75,7 @@ def restore_train_state(
     on_indivisible: OnIndivisible = "error",
     on_unnamed: arguments.OnUnnamed = "error",
     verify: bool = True,
+    free: Any = (),
 ) -> Any:
     """Restores a train state straight onto a mesh, whatever mesh it was saved from.
 
@@ -96,6 +97,8 @@ def restore_train_state(
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
         verify: As for ``restore_params``.
+        free: Arrays of the state, as a tree, that are deleted once the checkpoint is found to fit,
+            so that no device has to hold them and those that are read.
 
     Returns:
         A state of the same kind. Constants of the model, functions and settings are its own.
@@ -124,4 +127,5 @@ def restore_train_state(
             what = "shardings= is not a tree like the state, or a mesh is given too"
             fix = "Write shardings=train_state_sharding(state, mesh, rules), without a mesh."
             raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
-    return restore_tree(called, path, leaves, structure, layout, options, verify, is_state=True)
+    given = called, path, leaves, structure, layout, options, verify
+    return restore_tree(*given, is_state=True, free=free)

@@ -121,6 +121,13 @@ class BatchFeed:
 # What is fed
 
 
+def can_begin_anew(batches: Any) -> bool:
+    """Whether batches that were used are found again, as it is known which ones come first."""
+    if not isinstance(batches, Iterator) or hasattr(batches, "set_state"):
+        return True
+    return inspect.isgenerator(batches) and inspect.getgeneratorstate(batches) == "GEN_CREATED"
+
+
 def make_batches(
     called: str, batches: Any, position: Position, *, place: Any, tokens_axes: Any, most: Any = None
 ) -> Iterator[Batch]:
@@ -165,17 +172,15 @@ def _open(called: str, batches: Any, position: Position) -> Iterator[Any]:
         what = f"batches come from an iterable of dictionaries, not from a {type(given).__name__}"
         fix = "For one batch in every step write itertools.repeat(batch)."
         raise RuleTypeError("fit:", [Problem(called, what, fix)])
-    is_begun = inspect.isgenerator(given) and inspect.getgeneratorstate(given) != "GEN_CREATED"
     iterator = iter(given)
     if position.iterator is not None and hasattr(iterator, "set_state"):
         record = json.loads(position.iterator)
         state = record["bytes"].encode("latin-1") if "bytes" in record else record["json"]
         iterator.set_state(state)
         return iterator
-    if position.iterator is not None or (position.used and is_begun):
-        what = f"the {position.used} batches that the checkpoint has used are not found again, as "
-        what += "this generator is begun" if is_begun else "this iterator has no set_state()"
-        problem = Problem(called, what, "Give the same batches as before, made anew.")
+    if position.iterator is not None:
+        what = f"the checkpoint has the state of an iterator, and a {type(iterator).__name__} has "
+        problem = Problem(called, what + "no set_state()", "Give batches of the same kind.")
         raise TrainingStoppedError("a run cannot go on:", [problem])
     # Draws and drops as many.
     next(itertools.islice(iterator, position.used, position.used), None)

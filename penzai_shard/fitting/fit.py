@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -11,11 +12,9 @@ import jax.numpy as jnp
 
 from penzai_shard.arrays.inputs import bound_sharding
 from penzai_shard.arrays.kinds import is_struct
-from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints.manager import CheckpointManager
-from penzai_shard.checkpoints.records import read_manifest
-from penzai_shard.errors import CheckpointWriteError, Problem, Problems, TrainingStoppedError
-from penzai_shard.fitting.batch_feed import BatchFeed, Position, make_batches
+from penzai_shard.errors import CheckpointWriteError, Problem, TrainingStoppedError
+from penzai_shard.fitting.batch_feed import BatchFeed, Position, can_begin_anew, make_batches
 from penzai_shard.fitting.loop import (
     LogRecord,
     TrainingLoop,
@@ -30,6 +29,7 @@ from penzai_shard.training.batches import shard_batch as place_batch
 from penzai_shard.training.train_state import TrainState, check_arguments
 
 _COUNTS = "steps", "prefetch", "log_every", "save_every", "keep", "keep_every", "evaluate_every"
+_ANEW = "batches=lambda: itertools.cycle(data), which a run that goes on calls anew"
 _Batches = Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
 
 
@@ -70,10 +70,12 @@ def fit(
 
     **Resuming.** With ``checkpoint`` the run can be killed at any moment. The same call goes on
     from the newest checkpoint, with the losses of a run that was never stopped, bit for bit. An
-    iterator with ``get_state()`` and ``set_state(state)``, as those of grain, is put where it was;
-    of others the batches that were used are drawn and dropped, so they must come in the same order
-    again. A checkpoint is read into the layout of ``state``. If the step donates, ``state`` is
-    freed first, once it is known that the checkpoint has the same arrays.
+    iterator with ``get_state()`` and ``set_state(state)``, as those of grain, is put where it was.
+    Of an iterable, of what a function gives, and of a new generator the batches that were used are
+    drawn and dropped, so they must come in the same order again. Other iterators are refused where
+    there is a ``checkpoint``: they do not say how many batches they have given. A checkpoint is
+    read into the layout of ``state``. What the step donates of ``state`` is freed before, once the
+    checkpoint is found to fit.
 
     **Stopping.** On Ctrl-C, or the SIGTERM that clusters send, the step under way is finished and
     the state saved. Then ``KeyboardInterrupt`` or ``SystemExit`` is raised, with the state as its
@@ -183,6 +185,12 @@ def fit(
     return loop.state
 
 
+def _is_loss(function: Any) -> bool:
+    """Whether a function has the arguments by which steps call their loss functions."""
+    is_known = inspect.isfunction(function)
+    return is_known and {"model", "rng", "state"} <= {*inspect.signature(function).parameters}
+
+
 def _check(given: Mapping[str, Any]) -> None:
     """Refuses arguments of ``fit`` that are wrong, or do not go together."""
     absent = {name for name, value in given.items() if value is None} - {"step", "prefetch"}
@@ -197,17 +205,21 @@ def _check(given: Mapping[str, Any]) -> None:
     rightness = {
         "stop_event": (is_event, "stop_event=threading.Event()"),
         "state": (is_state, "state=TrainState.initial_state(model, optimizer, rng)"),
+        "batches": ("checkpoint" in absent or can_begin_anew(given["batches"]), _ANEW),
         "tokens_axes": (not isinstance(given["tokens_axes"], str), "tokens_axes=('batch', 'seq')"),
         "on_stop": (given["on_stop"] in ("raise", "return"), "on_stop='return'"),
         "mesh": (is_placing, "shard_batch=function, or mesh=mesh with rules and first_axis"),
         "eval_batches": (is_whole, "evaluate_every=100, eval_step=step, eval_batches=[batch]"),
         "checkpoint": (is_saving, "checkpoint='run' with save_every, keep_every and best"),
     }
-    for name in ("step", "shard_batch", "on_log", "eval_step"):
+    for name in ("shard_batch", "on_log"):
         rightness[name] = name in absent or callable(given[name]), f"{name}=function"
+    for name, build in (("step", "build_train_step_fn"), ("eval_step", "build_eval_step_fn")):
+        is_step = callable(given[name]) and not _is_loss(given[name])
+        rightness[name] = name in absent or is_step, f"{name}={build}(loss_fn)"
     for name in _COUNTS:
         is_count = type(given[name]) is int and given[name] > 0
-        rightness[name] = name in absent or is_count, f"{name}=10"
+        rightness[name] = name in absent or is_count, f"{name}=1 or more"
     check_arguments("fit", {name: (given[name], *right) for name, right in rightness.items()})
 
 
@@ -215,32 +227,31 @@ def _find_start(
     state: TrainState, step: Any, manager: Any, steps: int | None, resume: bool
 ) -> tuple[TrainState, Position, int | None]:
     """The state to start from, its place in the batches, and the step of its checkpoint."""
-    problems = Problems("fit cannot start:")
-    given = int(state.step)
+    given, what, fix = int(state.step), "", "Choose another folder."
     newest = manager and on_first("looking for a checkpoint", lambda: manager.latest)
+    reached, where, extra = given, "state", {}
+    if newest is not None:
+        reached, where, extra = newest, manager.path_of(newest), manager.extra(newest)
+        if not resume:
+            what = "it is there, and resume=False"
+        elif newest < given:
+            what = f"it is of step {newest}, and the state is at step {given}"
+        elif "batches" not in extra:
+            what = "it does not say how many batches its run has used"
+    # A run that is called again once all is done gives its last state.
+    if not what and steps is not None and reached >= steps and newest != steps:
+        what = f"it is at step {reached}, and the last step is {steps}"
+        fix = f"Write steps={reached + steps}, the number of steps in all."
+    if what:
+        raise TrainingStoppedError("fit cannot start:", [Problem(where, what, fix)])
+
     if newest is None:
-        if steps is not None and given >= steps:
-            what = f"it is at step {given}, and the last step is {steps}"
-            problems.add("state", what, f"Write steps={given + steps}.")
-        problems.raise_if_any(TrainingStoppedError)
         if manager is not None:
             on_first("making a folder", lambda: _make_folder(manager.path))
         return state, Position(), None
-
-    where, extra, what = manager.path_of(newest), manager.extra(newest), ""
-    if not resume:
-        what = "it is there, and resume=False"
-    elif newest < given:
-        what = f"it is of step {newest}, and the state is at step {given}"
-    elif "batches" not in extra:
-        what = "it does not say how many batches its run has used"
-    if what:
-        problems.add(where, what, "Choose another folder.")
-    problems.raise_if_any(TrainingStoppedError)
     is_free = not any(map(bound_sharding, jax.tree.leaves(state)))
-    if getattr(step, "is_donating", False):
-        _free(state, where)
-    state, position = manager.restore(state, newest), Position(**extra["batches"])
+    free = state.arguments()[0] if getattr(step, "is_donating", False) else ()
+    state, position = manager.restore(state, newest, free=free), Position(**extra["batches"])
     if is_free:
         # By way of the host, so that it goes where the batches are, as before it was saved.
         state = jax.tree.map(jnp.array, jax.device_get(state))
@@ -254,13 +265,3 @@ def _make_folder(path: str) -> None:
     except OSError as error:
         problem = Problem(path, f"no folder can be made: {error.strerror}", "Choose another path.")
         raise CheckpointWriteError("fit cannot start:", [problem]) from error
-
-
-def _free(state: TrainState, where: str) -> None:
-    """Frees a state, so that no device has to hold both, if a checkpoint has the same arrays."""
-    own = {x.path: (x.shape, str(x.dtype)) for x in leaves_of(state) if x.role != "constant"}
-    stored = read_manifest(where).records
-    if own == {path: (record.shape, record.dtype) for path, record in stored.items()}:
-        for leaf in jax.tree.leaves(state.arguments()[0]):
-            if isinstance(leaf, jax.Array):
-                leaf.delete()

@@ -1,5 +1,6 @@
 """What ``fit`` trains, reports, evaluates and keeps, and how a run goes on."""
 
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from penzai import pz
 
@@ -14,6 +16,8 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
 from tests.fitting import runs
 from tests.fitting.runs import KEEPING_STEP, draw, initial, losses_by_hand, make_batch, train
+
+EVALUATION = {"evaluate_every": 1, "eval_step": runs.EVALUATE, "eval_batches": list(draw(1))}
 
 
 def paths_of(caught):
@@ -94,7 +98,7 @@ def test_fit_warns_of_batches_on_no_device():
 
 
 def test_fit_refuses_what_other_steps_return():
-    evaluation = {"evaluate_every": 1, "eval_step": KEEPING_STEP, "eval_batches": list(draw(1))}
+    evaluation = {**EVALUATION, "eval_step": KEEPING_STEP}
     wrong = {"step": lambda state, x: state}, {"step": runs.EVALUATE}, evaluation
     for options in wrong:
         with pytest.raises(pzs.RuleTypeError) as caught:
@@ -195,10 +199,28 @@ def test_fit_frees_the_state_that_it_replaces_if_the_step_donates(tmp_path):
         state = initial()
         train(state=state, steps=4, step=step, checkpoint=tmp_path / "run")
         assert state.trained_arrays["w"].is_deleted() == is_freed
-    other = initial(jnp.zeros(5))
-    with pytest.raises(pzs.CheckpointMismatchError):
-        train(state=other, checkpoint=tmp_path / "run")
-    assert not other.trained_arrays["w"].is_deleted()
+        # The caller may have other uses of what no step donates.
+        assert not state.root_rng.is_deleted()
+
+
+def test_fit_keeps_the_state_that_it_cannot_replace(tmp_path):
+    def state_of(size, axis):
+        model = {"w": pz.nx.wrap(jnp.zeros(size), axis)}
+        return pzs.TrainState.initial_state(model, optax.adam(0.125), jax.random.key(0))
+
+    with CheckpointManager(tmp_path) as manager:
+        extra = {"batches": {"used": 0, "iterator": None}}
+        manager.save(0, state_of(4, "features"), extra=extra)
+    others = [state_of(5, "features"), state_of(4, "axis")]
+    for state in others:
+        with pytest.raises(pzs.CheckpointMismatchError):
+            train(state=state, checkpoint=tmp_path)
+    state = state_of(4, "features")
+    (tmp_path / "step_00000000" / "state" / "manifest.ocdbt").unlink()
+    with pytest.raises(pzs.CheckpointDamagedError):
+        train(state=state, checkpoint=tmp_path)
+    arrays = jax.tree.leaves([*others, state])
+    assert not any(array.is_deleted() for array in arrays)
 
 
 def test_fit_refuses_folders_of_other_runs(tmp_path):
@@ -210,7 +232,12 @@ def test_fit_refuses_folders_of_other_runs(tmp_path):
         assert paths_of(caught) == {str(folder / "step_00000003")}
     with pytest.raises(pzs.TrainingStoppedError) as caught:
         train(state=state, steps=3)
-    assert caught.value.problems[0].fix == "Write steps=6."
+    assert "steps=6" in caught.value.problems[0].fix
+    # The newest step is behind the last one.
+    with pytest.raises(pzs.TrainingStoppedError) as caught:
+        train(steps=2, checkpoint=folder)
+    assert paths_of(caught) == {str(folder / "step_00000003")}
+    assert "steps=5" in caught.value.problems[0].fix
     with CheckpointManager(tmp_path / "other") as manager:
         manager.save(1, initial())
     with pytest.raises(pzs.TrainingStoppedError) as caught:
@@ -219,16 +246,23 @@ def test_fit_refuses_folders_of_other_runs(tmp_path):
 
 
 def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
-    folder, begun = tmp_path / "run", draw()
+    # Nobody can tell whether these have given batches before.
+    begun, cycle = draw(), itertools.cycle(draw(9))
     next(begun)
-    train(CountingIterator(), steps=3, checkpoint=folder)
-    for batches in (begun, draw()):
-        with pytest.raises(pzs.TrainingStoppedError) as caught:
-            train(batches, checkpoint=folder)
+    for batches in (begun, cycle, iter(list(draw(9)))):
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            train(batches, checkpoint=tmp_path)
         assert paths_of(caught) == {"batches"}
-    train(steps=3, checkpoint=tmp_path / "other")
+    assert not list(tmp_path.iterdir())
+    assert train(cycle)[1] == losses_by_hand()
+    # As the fix says.
+    train(lambda: itertools.cycle(draw(9)), steps=3, checkpoint=tmp_path / "run")
+    losses = train(lambda: itertools.cycle(draw(9)), checkpoint=tmp_path / "run")[1]
+    assert losses == losses_by_hand()[3:]
+
+    train(CountingIterator(), steps=3, checkpoint=tmp_path / "other")
     with pytest.raises(pzs.TrainingStoppedError) as caught:
-        train(begun, checkpoint=tmp_path / "other")
+        train(checkpoint=tmp_path / "other")
     assert paths_of(caught) == {"batches"}
 
 
@@ -304,6 +338,8 @@ def test_fit_gives_the_state_with_an_error_of_a_callback():
         ({"state": {"w": jnp.ones(2)}}, "state"),
         ({"state": jax.eval_shape(lambda: initial(placed=False))}, "state"),
         ({"step": None}, "step"),
+        ({"step": runs.loss_fn}, "step"),
+        ({**EVALUATION, "eval_step": runs.loss_fn}, "eval_step"),
         ({"stop_event": True}, "stop_event"),
         ({"tokens_axes": "batch"}, "tokens_axes"),
         ({"steps": 0}, "steps"),
@@ -314,16 +350,26 @@ def test_fit_gives_the_state_with_an_error_of_a_callback():
         ({"mesh": "mesh", "shard_batch": runs.place}, "mesh"),
         ({"save_every": 3}, "checkpoint"),
         ({"evaluate_every": 3}, "eval_batches"),
-        (
-            {"evaluate_every": 1, "eval_step": runs.EVALUATE, "eval_batches": draw(2)},
-            "eval_batches",
-        ),
+        ({**EVALUATION, "eval_batches": draw(2)}, "eval_batches"),
     ],
 )
 def test_fit_refuses_arguments(options, path):
     with pytest.raises(pzs.RuleTypeError) as caught:
         train(**options)
     assert paths_of(caught) == {path}
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"step": runs.loss_fn}, "step=build_train_step_fn(loss_fn)"),
+        ({"prefetch": 0}, "prefetch=1 "),
+    ],
+)
+def test_fit_says_what_to_write(options, fix):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        train(**options)
+    assert fix in caught.value.problems[0].fix
 
 
 # Progress
