@@ -165,12 +165,22 @@ class ChecksumStore:
             first, second, count = (next(totals) for _ in range(3))
             if count != math.prod(shape):
                 # Only parts of it were wanted, or parts overlapped: it is read for this only.
-                whole = ChecksumStore(self._store, {name: shape})
-                for index in _cut(tuple((0, size) for size in shape), _WIDEST, 0):
-                    whole.read(name, index)
-                first, second, _ = whole._rows[name]
-            checksums[name] = write_checksum((first, second))
+                checksums[name] = read_checksum(self._store, name, shape)
+            else:
+                checksums[name] = write_checksum((first, second))
         return checksums
+
+
+def read_checksum(store: Store, name: str, shape: tuple[int, ...]) -> str:
+    """The checksum of a stored array, of which this process reads everything.
+
+    Raises:
+        CheckpointDamagedError: It cannot be read.
+    """
+    whole = ChecksumStore(store, {name: shape})
+    for index in _cut(tuple((0, size) for size in shape), _WIDEST, 0):
+        whole.read(name, index)
+    return write_checksum(whole._rows[name][:2])
 
 
 # Filling

@@ -1,25 +1,30 @@
 """Restores arrays onto any mesh: chosen by name, read in parts, verified as they are read."""
 
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from penzai_shard.checkpoints.filling import ChecksumStore, Source, fill_arrays
+from penzai_shard.checkpoints.filling import ChecksumStore, Index, Source, Store, fill_arrays
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, absolute_path, read_manifest
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.errors import CheckpointDamagedError
 from penzai_shard.processes import agreement
+from penzai_shard.reports.quantities import bytes_text
 
 Sources = Mapping[str, Source]
 Structs = Mapping[str, jax.ShapeDtypeStruct]
 
 _MOST_ATTEMPTS = 3
+_LOGGER = logging.getLogger("penzai_shard")
 
 
 def restore(
@@ -33,7 +38,7 @@ def restore(
     """Restores arrays, on any devices; with several processes all call it.
 
     Any of the arrays can be donated. If the checkpoint is replaced while it is read, reading begins
-    again, up to three times.
+    again, up to three times. What it cost this process is logged.
 
     Args:
         called: The function that was called, for messages.
@@ -91,17 +96,11 @@ def _read_arrays(
     records = {name: manifest.records[name] for name in names}
     full = [name for name, record in records.items() if record.nbytes]
 
-    # Everything is opened before anything is read.
-    store = manifest.store
-    damaged = {}
-    for name, (shape, dtype) in store.open(full).items():
-        said = records[name].stored_shape, records[name].stored_dtype
-        if (shape, dtype) != said:
-            damaged[name] = f"its entry says {said[1]}{[*said[0]]}, stored is {dtype}{[*shape]}"
-    refuse_damage(manifest.path, damaged)
+    open_arrays(manifest, full)
     for array in jax.tree.leaves(free):
         if isinstance(array, jax.Array):
             array.delete()
+    store = _MeteredStore(manifest.store)
 
     # Random keys are read as their numbers, and made again.
     record_of = {name: records[source.stored[0]] for name, source in sources.items()}
@@ -118,10 +117,58 @@ def _read_arrays(
     refuse_damage(
         manifest.path, dict.fromkeys(changed, "its numbers are not those that were saved")
     )
+    size = bytes_text(sum(array.nbytes for array in arrays.values()))
+    _LOGGER.info("restored %s from %s: %s", size, manifest.path, store.report())
     for name, record in record_of.items():
         if record.key_impl is not None:
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
     return arrays
+
+
+def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
+    """Opens arrays before anything is read.
+
+    Raises:
+        CheckpointDamagedError: Some are not what the manifest says; all of them are in it.
+    """
+    damaged = {}
+    for name, (shape, dtype) in manifest.store.open(names).items():
+        record = manifest.records[name]
+        said = record.stored_shape, record.stored_dtype
+        if (shape, dtype) != said:
+            damaged[name] = f"its entry says {said[1]}{[*said[0]]}, stored is {dtype}{[*shape]}"
+    refuse_damage(manifest.path, damaged)
+
+
+class _MeteredStore:
+    """A store that counts what is read from it, and what the process holds meanwhile."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self._read, self._before = 0, _read_resident_bytes()
+        self._peak = self._before
+
+    def read(self, name: str, index: Index, shape: Any = None) -> np.ndarray:
+        """As ``Store.read``."""
+        piece = self._store.read(name, index, shape)
+        with self._lock:
+            self._read += piece.nbytes
+            self._peak = max(self._peak, _read_resident_bytes())
+        return piece
+
+    def report(self) -> str:
+        """What was read, and by how much the process grew at most, where the system tells."""
+        peak = max(self._peak, _read_resident_bytes()) - self._before
+        grew = f", the host's memory grew by at most {bytes_text(peak)}" if self._before else ""
+        return f"read {bytes_text(self._read)}{grew}"
+
+
+def _read_resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _read_as_numbers(

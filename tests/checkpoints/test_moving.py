@@ -182,7 +182,9 @@ def test_move_blocks_into_the_other_structure(rows, is_stacked):
     trees.assert_lies(moved, TALL, RULES, **RELAXED)
     assert params(move(moved, blank(tree), allow="blocks")) == params(tree)
     tokens = pz.nx.wrap(jnp.arange(8)[None], "batch", "seq")
-    outputs = [numbers(m(tokens).untag("batch", "seq", "vocabulary").unwrap()) for m in (tree, moved)]
+    outputs = [
+        numbers(m(tokens).untag("batch", "seq", "vocabulary").unwrap()) for m in (tree, moved)
+    ]
     np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
 
 
