@@ -225,26 +225,21 @@ def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
     store = tensor_files.TensorStore(final, content)
     found = store.open(store.names)
     records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
-    is_own = any(MARKER in {*texts, *texts.values()} for texts in store.texts.values())
-    if is_own:
-        sections = {file: texts.get(SECTION) for file, texts in store.texts.items()}
-        first = next(iter(sections.values()))
-        others = [file for file, section in sections.items() if section != first]
-        storage.refuse_damage(final, dict.fromkeys(others, "it is of another save than the others"))
-        file = next(iter(sections))
-        try:
-            records = _read_section(final, file, json.loads(first or ""), {})
-        except ShardingError:
-            raise
-        except _NO_JSON as error:
-            storage.refuse_damage(
-                final, {file: f"what it says of its arrays is damaged: {error!r:.100}"}
-            )
-        storage.refuse_damage(
-            final,
-            dict.fromkeys(records.keys() - found.keys(), "no file has it")
-            | dict.fromkeys(found.keys() - records.keys(), "it was not saved"),
-        )
+    if any(MARKER in {*texts, *texts.values()} for texts in store.texts.values()):
+        said: dict[str, dict[str, ArrayRecord]] = {}
+        for file, texts in store.texts.items():
+            try:
+                said[file] = _read_section(final, file, json.loads(texts.get(SECTION, "")), {})
+            except _NO_JSON as error:
+                if isinstance(error, ShardingError):
+                    raise
+                what = f"what it says of its arrays cannot be read: {error!r:.100}"
+                storage.refuse_damage(final, {file: what})
+        first, records = next(iter(said.items()))
+        others = [file for file in said if said[file] != records]
+        storage.refuse_damage(final, dict.fromkeys(others, f"it is of another save than {first}"))
+        what = "either no file has it, or the files do not say that it was saved"
+        storage.refuse_damage(final, dict.fromkeys(records.keys() ^ found.keys(), what))
     return Manifest(str(final), "tensors", records, {}, store)
 
 

@@ -49,7 +49,7 @@ def make_texts(tensors, axes):
     sums = compute_checksums(tensors)
     return write_texts(
         {
-            name: ArrayRecord(array.shape, array.dtype.name, axes[name], values=sums[name])
+            name: ArrayRecord(array.shape, array.dtype.name, tuple(axes[name]), values=sums[name])
             for name, array in tensors.items()
         }
     )

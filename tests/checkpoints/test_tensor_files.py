@@ -91,6 +91,29 @@ def test_restore_params_of_our_files_compares_names_and_numbers(tmp_path):
     assert paths_of(caught) == {tensors[0]}
 
 
+@pytest.mark.parametrize("key", ["penzai_shard", "writer"])
+def test_restore_params_of_our_files_never_takes_them_for_those_of_others(tmp_path, key):
+    texts = make_texts(TENSORS, AXES)
+    texts[f"_{key[1:]}"] = texts.pop(key)
+    write_tensors(tmp_path / "model.safetensors", TENSORS, texts)
+    if key == "writer":
+        pzs.restore_params(tmp_path, MODEL)
+    else:
+        with pytest.raises(pzs.CheckpointDamagedError) as caught:
+            pzs.restore_params(tmp_path, MODEL)
+        assert paths_of(caught) == {"model.safetensors"}
+
+
+def test_restore_params_of_numbers_at_odd_places(tmp_path):
+    header = {"w": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}}
+    numbers, text = draw(RNG, (8, 4)), json.dumps(header).encode()
+    write_file(tmp_path / "w.safetensors", text + b" " * (1 + len(text) % 2), numbers.tobytes())
+    like = {"w": pz.nx.zeros({"a": 8, "b": 4}, "bfloat16")}
+    with WITHOUT_NAMES:
+        restored = pzs.restore_params(tmp_path, like, WIDE, RULES, allow="cast")
+    np.testing.assert_array_equal(restored["w"].data_array, numbers.astype("bfloat16"))
+
+
 def test_restore_params_of_our_files_of_two_saves(tmp_path):
     other = {name: tensor + tensor.dtype.type(1) for name, tensor in TENSORS.items()}
     for name, tensors in {"new": TENSORS, "old": other}.items():
@@ -168,21 +191,24 @@ def test_read_manifest_of_files_that_disagree(parts, case):
 
 
 def test_read_manifest_of_other_forms_says_what_to_do(tmp_path, monkeypatch):
-    pointer = tmp_path / "model.safetensors"
-    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     torch = tmp_path / "torch" / "pytorch_model.bin"
     torch.parent.mkdir()
     torch.touch()
     monkeypatch.chdir(tmp_path)
-    fixes = {pointer: "git lfs pull", torch: "save_pretrained", torch.parent: "save_pretrained"}
+    fixes = {torch: "save_pretrained", torch.parent: "save_pretrained"}
     for path, fix in {**fixes, "google/gemma-2b": "snapshot_download('google/gemma-2b')"}.items():
         with pytest.raises(pzs.CheckpointNotFoundError) as caught:
             read_manifest(path)
         assert fix in caught.value.problems[0].fix
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    with pytest.raises(pzs.CheckpointDamagedError, match="run git lfs pull") as caught:
+        read_manifest(pointer)
+    assert paths_of(caught) == {pointer.name}
 
 
 def test_restore_params_refuses_a_dtype_that_numpy_does_not_have(tmp_path):
     header = {"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}
     write_file(tmp_path / "w.safetensors", header, bytes(2))
-    with pytest.raises(pzs.CheckpointDamagedError, match="w has dtype F4"):
+    with pytest.raises(pzs.CheckpointDamagedError, match="w has dtype F4, which is not read"):
         read_manifest(tmp_path)
