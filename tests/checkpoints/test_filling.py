@@ -1,12 +1,17 @@
-"""What an array is read from: stored arrays that are split, picked from, added to and padded."""
+"""What an array is read from: stored ones that are split, picked from, added to, padded; once."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 
-from penzai_shard.checkpoints.filling import ChecksumStore, Source
+import penzai_shard as pzs
+from penzai_shard.checkpoints.filling import PIECE_BYTES, ChecksumStore, Source, fill_arrays
 from penzai_shard.checkpoints.value_checksums import compute_checksums
 
 STORED = {
@@ -71,3 +76,41 @@ def test_checksum_store_is_the_same_in_another_shape():
     for start in range(4):
         source.read(store, (slice(0, 6), slice(start, start + 1), slice(0, 4)))
     assert store.compute_checksums() == compute_checksums({"a": A})
+
+
+# Filling
+
+MESH = pzs.make_mesh({"data": 4, "model": 2})
+LAYOUTS = [
+    (),
+    ("data",),
+    (None, "data"),
+    (("data", "model"),),
+    ("model", "data"),
+    (None, None, "data"),
+]
+
+
+class CountingMemory:
+    """A store of one array, and how often each of its elements was read."""
+
+    def __init__(self, array):
+        self._array, self.counts = array, np.zeros(array.shape, int)
+
+    def read(self, name, index, shape):
+        self.counts.reshape(shape)[index] += 1
+        return self._array.reshape(shape)[index]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_fill_arrays_reads_each_number_once_in_a_process(order):
+    stored = np.arange(PIECE_BYTES, dtype="float32").reshape(512, -1)
+    store = CountingMemory(stored)
+    whole = stored.reshape(64, 8, -1).transpose(order)
+    struct = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+    source = Source(("w",), (64, 8, stored.shape[1]), order)
+    for number, layout in enumerate(LAYOUTS, 1):
+        struct = struct.update(sharding=NamedSharding(MESH, jax.P(*layout)))
+        filled = fill_arrays({"w": (source, struct)}, store, store)["w"]
+        np.testing.assert_array_equal(filled, whole)
+        assert (store.counts == number).all(), layout
