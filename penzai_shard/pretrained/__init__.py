@@ -1,0 +1,1 @@
+"""Pretrained models as Hugging Face has them: configurations, weights in safetensors files."""

@@ -1,0 +1,430 @@
+"""Builds Penzai's model of a configuration, and says which tensor is which of its parameters.
+
+A line of a table has the name of a tensor, and the parameter that it is with the dimensions of the
+tensor: logical axes; ``heads`` for those of ``heads``, ``head_groups`` and ``query_heads`` that the
+parameter has; ``a*b`` for several in one; ``0/3`` for the first of three parameters that stand in
+one tensor. ``1+`` marks tensors to which the model adds one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from penzai import pz
+from penzai.models.transformer import model_parts
+from penzai.models.transformer.variants import gpt_neox, llamalike_common
+
+from penzai_shard.errors import CheckpointMismatchError, Problem, RuleTypeError
+from penzai_shard.pretrained.model_configs import Layer, ModelConfig, head_size, read_config
+
+Initializer = Callable[[Any], Any]
+"""Makes a model with real numbers of a random key, or of None one without parameters."""
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bool = False) -> Any:
+    """Penzai's model of a configuration, without values: to plan, to price, to restore into.
+
+    Args:
+        config: As for ``read_config``: attributes, a path, or a published name.
+        dtype: ``"bfloat16"`` or ``"float32"``.
+        use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
+
+    Returns:
+        The model that ``load_safetensors`` makes of the weights, frozen, with
+        ``jax.ShapeDtypeStruct`` in place of arrays.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError: As
+            ``read_config``; also if blocks that differ shall be one stack.
+        RuleTypeError: Penzai has no models of this dtype.
+
+    >>> from penzai_shard import make_plan
+    >>> plan = make_plan(model_of_config("llama-3-8b"), {"data": 4}, {"embedding": "data"})
+    """
+    return build_model(read_config(config), dtype=dtype, use_layer_stack=use_layer_stack)
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: Any,
+    use_layer_stack: bool = False,
+    upcast_activations: bool = False,
+    vocabulary: int | None = None,
+) -> Any:
+    """The model of a checked configuration, frozen, with structs in place of arrays.
+
+    Args:
+        config: The configuration.
+        dtype: Of its parameters.
+        use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
+        upcast_activations: Whether it computes with float32.
+        vocabulary: How many tokens it has, if these are more than the configuration says.
+
+    Raises:
+        CheckpointMismatchError, RuleTypeError: As ``model_of_config``.
+    """
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "use_layer_stack": use_layer_stack,
+        "upcast_activations": upcast_activations,
+        "vocabulary": vocabulary,
+    }
+    model = make_initializer(config, **options)(None)
+    # Parameters of all blocks are as those of the first, and to trace it is 30 times as fast as 80.
+    layers = len(config.layers) if use_layer_stack else 1
+    values = {**config.values, "num_hidden_layers": layers}
+    first = dataclasses.replace(config, values=values, layers=config.layers[:layers])
+    build = make_initializer(first, **options)
+    _, found = jax.eval_shape(
+        lambda key: pz.unbind_params(build(key), freeze=True), jax.random.key(0)
+    )
+    parameters = [
+        dataclasses.replace(each, label=each.label.replace("/block_0/", f"/block_{i}/"))
+        for each in found
+        for i in range(len(config.layers) if "/block_0/" in each.label else 1)
+    ]
+    return pz.bind_variables(model, parameters)
+
+
+def make_initializer(
+    config: ModelConfig,
+    *,
+    dtype: Any,
+    use_layer_stack: bool = False,
+    upcast_activations: bool = False,
+    vocabulary: int | None = None,
+) -> Initializer:
+    """A function of a random key that builds the model with real numbers, for ``sharded_init``.
+
+    Arguments and errors are those of ``build_model``.
+    """
+    family = family_of(config)
+    if str(jnp.dtype(dtype)) not in _DTYPES:
+        problem = Problem("dtype", f"it is {jnp.dtype(dtype)}", "Write dtype='bfloat16'.")
+        raise RuleTypeError("Penzai has models of bfloat16 and float32:", [problem])
+    if use_layer_stack and not family.stacks(config):
+        what = f"the layers of this {family.name} differ in their attention"
+        problem = Problem("use_layer_stack", what, "Leave it out.")
+        raise CheckpointMismatchError(f"{config.source} cannot be one stack:", [problem])
+    if vocabulary is not None:
+        if vocabulary < config["vocab_size"]:
+            what = f"it is {vocabulary}, and vocab_size is {config['vocab_size']}"
+            problem = Problem("vocabulary", what, "Write a greater number.")
+            raise RuleTypeError("a vocabulary can be made longer only:", [problem])
+        config = dataclasses.replace(config, values={**config.values, "vocab_size": vocabulary})
+    build = family.build(
+        config,
+        {
+            "parameter_dtype": jnp.dtype(dtype),
+            "activation_dtype": jnp.dtype("float32" if upcast_activations else dtype),
+            "use_layer_stack": use_layer_stack,
+        },
+    )
+
+    def initialize(key: Any) -> Any:
+        model = build(key)
+        # Penzai leaves some layers in float32: the last one, and the feed-forward ones of GPT-NeoX.
+        for parameter in pz.unbind_params(model)[1]:
+            parameter.value = parameter.value.astype(jnp.dtype(dtype))
+        return model
+
+    return initialize
+
+
+# Building
+
+
+def _build_llama(config: ModelConfig, options: Mapping[str, Any], **more: Any) -> Initializer:
+    more = {"mlp_variant": "swiglu", "tie_embedder_and_logits": False, **more}
+    keys = config["num_key_value_heads"] or config["num_attention_heads"]
+    attention = tuple(_attention(layer.window) for layer in config.layers)
+    whole = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=keys,
+        query_head_multiplier=config["num_attention_heads"] // keys,
+        embedding_dim=config["hidden_size"],
+        projection_dim=head_size(config),
+        mlp_hidden_dim=config["intermediate_size"],
+        num_decoder_blocks=config["num_hidden_layers"],
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=config["rms_norm_eps"],
+        attention_type=attention[0] if len(set(attention)) == 1 else attention,
+        **more,
+        **options,
+    )
+
+    def build(key: Any) -> Any:
+        model = llamalike_common.build_llamalike_transformer(whole, key)
+        return _with_rotary(model, config.layers)
+
+    return build
+
+
+def _attention(window: int | None) -> Any:
+    if window is None:
+        return llamalike_common.AttentionTypeGlobalCausal()
+    return llamalike_common.AttentionTypeSlidingWindowCausal(window)
+
+
+def _build_gemma(config: ModelConfig, options: Mapping[str, Any], **more: Any) -> Initializer:
+    own = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}
+    return _build_llama(config, options, **own, **more)
+
+
+def _build_gemma_2(config: ModelConfig, options: Mapping[str, Any]) -> Initializer:
+    return _build_gemma(
+        config,
+        options,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        query_scaling_factor=config["query_pre_attn_scalar"] ** -0.5,
+        attn_logits_soft_cap=config["attn_logit_softcapping"],
+        final_logit_softcap=config["final_logit_softcapping"],
+    )
+
+
+def _build_gemma_3(config: ModelConfig, options: Mapping[str, Any]) -> Initializer:
+    build = _build_gemma_2(config, options)
+    return lambda key: _with_norms_of_heads(build(key), key, config)
+
+
+def _build_neox(config: ModelConfig, options: Mapping[str, Any]) -> Initializer:
+    size, epsilon = head_size(config), config["layer_norm_eps"]
+    activations = {"gelu": "gelu_exact", "relu": "relu", "silu": "silu"}
+    whole = gpt_neox.GPTNeoXTransformerConfig(
+        num_attention_heads=config["num_attention_heads"],
+        embedding_dim=config["hidden_size"],
+        projection_dim=size,
+        mlp_hidden_dim=config["intermediate_size"],
+        num_decoder_blocks=config["num_hidden_layers"],
+        vocab_size=config["vocab_size"],
+        activation_fn=activations.get(config["hidden_act"], "gelu_approx"),
+        rope_wavelength=config.layers[0].theta,
+        rope_subset_size=int(config.layers[0].partial * size),
+        layernorm_epsilon=epsilon,
+        **options,
+    )
+
+    def build(key: Any) -> Any:
+        model = gpt_neox.build_gpt_neox_transformer(whole, key)
+        # Penzai gives the configuration's epsilon to every norm but the last.
+        norms = pz.select(model).at_instances_of(pz.nn.Standardize)
+        return norms.apply(lambda norm: dataclasses.replace(norm, epsilon=epsilon))
+
+    return build
+
+
+@pz.pytree_dataclass
+class ApplyScaledRoPE(pz.nn.Layer):
+    """Rotary embeddings of positions that are divided by a number, so that longer texts fit.
+
+    Attributes:
+        rope: The rotary embeddings.
+        factor: What positions are divided by.
+    """
+
+    rope: pz.nn.ApplyRoPE
+    factor: float = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, inputs: pz.nx.NamedArray, **side_inputs: Any) -> pz.nx.NamedArray:
+        """Rotates each position."""
+        name = self.rope.positions_input_name
+        return self.rope(inputs, **{**side_inputs, name: side_inputs[name] / self.factor})
+
+
+def _with_rotary(model: Any, layers: Sequence[Layer]) -> Any:
+    """The model with the rotary positions of each block."""
+
+    def change(block: Any, layer: Layer) -> Any:
+        def rotate(rope: pz.nn.ApplyRoPE) -> Any:
+            if rope.max_wavelength != layer.theta:
+                rope = dataclasses.replace(rope, max_wavelength=layer.theta)
+            return rope if layer.factor == 1.0 else ApplyScaledRoPE(rope, layer.factor)
+
+        return pz.select(block).at_instances_of(pz.nn.ApplyRoPE).apply(rotate)
+
+    if len(set(layers)) == 1:
+        return change(model, layers[0])
+    blocks = pz.select(model).at_instances_of(model_parts.TransformerBlock)
+    return blocks.set_sequence(map(change, blocks.get_sequence(), layers))
+
+
+def _with_norms_of_heads(model: Any, key: Any, config: ModelConfig) -> Any:
+    """The model with norms of queries and keys before they are rotated."""
+
+    def insert(sequence: Any, name: str) -> Any:
+        norm = pz.nn.RMSLayerNorm.from_config(
+            name=name,
+            init_base_rng=key,
+            across_axes={"projection": head_size(config)},
+            epsilon=config["rms_norm_eps"],
+        )
+        first, *others = sequence.sublayers
+        return pz.nn.Sequential([first, norm, *others])
+
+    def change(block: Any, number: int) -> Any:
+        name = f"transformer/block_{number}/attention"
+        attention = pz.select(block).at_instances_of(pz.nn.Attention)
+        return attention.apply(
+            lambda layer: dataclasses.replace(
+                layer,
+                input_to_query=insert(layer.input_to_query, f"{name}/query_norm"),
+                input_to_key=insert(layer.input_to_key, f"{name}/key_norm"),
+            )
+        )
+
+    blocks = pz.select(model).at_instances_of(model_parts.TransformerBlock)
+    changed = [change(block, i) for i, block in enumerate(blocks.get_sequence())]
+    return blocks.set_sequence(changed)
+
+
+# Tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: As ``ModelConfig.family`` has it.
+        build: Makes a function of a random key that builds the model.
+        tensors: Of each tensor outside of the blocks, the parameter that it is.
+        of_block: The same of each tensor of a block, behind ``blocks``.
+        blocks: What stands before the tensors of a block.
+        tied: Of a tensor that is not stored if embeddings are tied, the one in its place.
+        has_alike_blocks: Whether Penzai can stack blocks whose layers are alike.
+        harmless: Patterns of tensors from which nothing is computed.
+        prefix: What stands before all names but those.
+    """
+
+    name: str
+    build: Callable[[ModelConfig, Mapping[str, Any]], Initializer]
+    tensors: Mapping[str, str]
+    of_block: Mapping[str, str]
+    blocks: str = "model.layers.{}."
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_alike_blocks: bool = True
+    harmless: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
+    prefix: str = ""
+
+    def stacks(self, config: ModelConfig) -> bool:
+        """Whether the blocks of a configuration can be stacked."""
+        return self.has_alike_blocks and len(set(config.layers)) == 1
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a configuration."""
+    return FAMILIES[config.family]
+
+
+def _plus_one(table: Mapping[str, str]) -> dict[str, str]:
+    """Norms of Gemma, whose tensors hold what is added to one."""
+    return {name: text.replace(": ", ": 1+ ") for name, text in table.items()}
+
+
+_EMBEDDER = {"model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding"}
+_FINAL_NORM = {"model.norm.weight": "final_norm/scale.weights: embedding"}
+_LM_HEAD = {"lm_head.weight": "lm_head.weights: vocabulary embedding"}
+_BLOCK = {
+    "mlp.gate_proj.weight": "mlp/gating_linear.weights: neurons embedding",
+    "mlp.up_proj.weight": "mlp/value_linear.weights: neurons embedding",
+    "mlp.down_proj.weight": "mlp/out_linear.weights: embedding neurons",
+    "self_attn.q_proj.weight": "attention/query.weights: heads*projection embedding",
+    "self_attn.k_proj.weight": "attention/key.weights: heads*projection embedding",
+    "self_attn.v_proj.weight": "attention/value.weights: heads*projection embedding",
+    "self_attn.o_proj.weight": "attention/output.weights: embedding heads*projection",
+}
+_NORMS = {
+    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
+    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+}
+_NORMS_AROUND = {
+    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
+    "post_attention_layernorm.weight": "post_attention_norm/scale.weights: embedding",
+    "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+    "post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: embedding",
+}
+_NORMS_OF_HEADS = {
+    "self_attn.q_norm.weight": "attention/query_norm/scale.weights: projection",
+    "self_attn.k_norm.weight": "attention/key_norm/scale.weights: projection",
+}
+_NEOX = {
+    "gpt_neox.embed_in.weight": "embedder.embeddings: vocabulary embedding",
+    "gpt_neox.final_layer_norm.weight": "final_norm/scale.weights: embedding",
+    "gpt_neox.final_layer_norm.bias": "final_norm/shift.bias: embedding",
+    "embed_out.weight": "lm_head.weights: vocabulary embedding",
+}
+_NEOX_BLOCK = {
+    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
+    "input_layernorm.bias": "pre_attention_norm/shift.bias: embedding",
+    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+    "post_attention_layernorm.bias": "pre_ffw_norm/shift.bias: embedding",
+    "mlp.dense_h_to_4h.weight": "mlp/in/Linear.weights: neurons embedding",
+    "mlp.dense_h_to_4h.bias": "mlp/in/AddBias.bias: neurons",
+    "mlp.dense_4h_to_h.weight": "mlp/out/Linear.weights: embedding neurons",
+    "mlp.dense_4h_to_h.bias": "mlp/out/AddBias.bias: embedding",
+    "attention.query_key_value.weight": (
+        "attention/query/Linear.weights: heads*0/3*projection embedding; "
+        "attention/key/Linear.weights: heads*1/3*projection embedding; "
+        "attention/value/Linear.weights: heads*2/3*projection embedding"
+    ),
+    "attention.query_key_value.bias": (
+        "attention/query/AddBias.bias: heads*0/3*projection; "
+        "attention/key/AddBias.bias: heads*1/3*projection; "
+        "attention/value/AddBias.bias: heads*2/3*projection"
+    ),
+    "attention.dense.weight": "attention/output/Linear.weights: embedding heads*projection",
+    "attention.dense.bias": "attention/output/AddBias.bias: embedding",
+}
+
+_LLAMA = Family(
+    "Llama",
+    _build_llama,
+    {**_EMBEDDER, **_FINAL_NORM, **_LM_HEAD},
+    {**_NORMS, **_BLOCK},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)
+# Penzai's Gemma has one parameter for the tokens that go in and those that come out.
+_GEMMA = Family(
+    "Gemma",
+    _build_gemma,
+    {**_EMBEDDER, **_plus_one(_FINAL_NORM)},
+    {**_plus_one(_NORMS), **_BLOCK},
+)
+_GEMMA_2 = dataclasses.replace(
+    _GEMMA,
+    name="Gemma 2",
+    build=_build_gemma_2,
+    of_block={**_plus_one(_NORMS_AROUND), **_BLOCK},
+)
+_GEMMA_3 = dataclasses.replace(
+    _GEMMA,
+    name="Gemma 3",
+    build=_build_gemma_3,
+    of_block={**_plus_one({**_NORMS_AROUND, **_NORMS_OF_HEADS}), **_BLOCK},
+    has_alike_blocks=False,
+)
+_NEOX_FAMILY = Family(
+    "GPT-NeoX",
+    _build_neox,
+    _NEOX,
+    _NEOX_BLOCK,
+    blocks="gpt_neox.layers.{}.",
+    tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    harmless=("**.attention.bias", "**.attention.masked_bias", "**.rotary_emb.inv_freq"),
+)
+_ALL = (
+    _LLAMA,
+    dataclasses.replace(_LLAMA, name="Mistral"),
+    _GEMMA,
+    _GEMMA_2,
+    _GEMMA_3,
+    dataclasses.replace(_GEMMA_3, name="Gemma 3 with images", prefix="language_model."),
+    _NEOX_FAMILY,
+)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
+"""The families that are known, by name."""

@@ -1,0 +1,169 @@
+"""Small configurations of every family as Hugging Face writes them, and tensors for them.
+
+The shapes stand here once more, by hand, so that a mistake in a table of the library shows.
+"""
+
+import numpy as np
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
+_GEMMA = {**_SIZES, "head_dim": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+_GEMMA_3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    **_GEMMA,
+    "sliding_window": 3,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    },
+}
+
+CONFIGS = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "llama_one_key_head": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_SIZES,
+        "num_key_value_heads": 1,
+        "rope_theta": 5e5,
+    },
+    "llama_tied": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "sliding_window": 3,
+        "rope_theta": 10000.0,
+    },
+    "gemma": {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **_GEMMA},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        **_GEMMA,
+        "sliding_window": 3,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma2_alike": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        **_GEMMA,
+        "layer_types": ["full_attention"] * 2,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3": _GEMMA_3,
+    "gemma3_images": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {name: value for name, value in _GEMMA_3.items() if name != "architectures"},
+        "vision_config": {"hidden_size": 8},
+        "image_token_index": 39,
+        "mm_tokens_per_image": 4,
+    },
+    "gpt_neox": {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        **_SIZES,
+        "layer_norm_eps": 1e-3,
+        "rotary_pct": 0.5,
+        "hidden_act": "gelu",
+    },
+}
+
+
+def shapes(name):
+    """The shape of each tensor of a small model."""
+    config = CONFIGS[name]
+    if "text_config" in config:
+        text = _decoder_shapes(config["text_config"])
+        probe = {"vision_tower.head.probe": (1, 8)}
+        return {f"language_model.{tensor}": shape for tensor, shape in text.items()} | probe
+    return _neox_shapes(config) if name == "gpt_neox" else _decoder_shapes(config)
+
+
+def _decoder_shapes(config):
+    hidden, inner, heads = (
+        config[size] for size in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    head = config.get("head_dim", hidden // heads)
+    keys, kind = config["num_key_value_heads"] * head, config["model_type"]
+    block = {
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    if kind in ("gemma2", "gemma3_text"):
+        block |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
+    if kind == "gemma3_text":
+        block |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    found = {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(config["num_hidden_layers"])
+        for name, shape in block.items()
+    }
+    table = (config["vocab_size"], hidden)
+    found |= {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,)}
+    is_tied = config.get("tie_word_embeddings") or kind.startswith("gemma")
+    return found if is_tied else found | {"lm_head.weight": table}
+
+
+def _neox_shapes(config):
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    block = {
+        "attention.query_key_value": (3 * hidden, hidden),
+        "attention.dense": (hidden, hidden),
+        "mlp.dense_h_to_4h": (inner, hidden),
+        "mlp.dense_4h_to_h": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    found = {"gpt_neox.embed_in.weight": (config["vocab_size"], hidden)}
+    found["embed_out.weight"] = found["gpt_neox.embed_in.weight"]
+    layers = {
+        f"gpt_neox.layers.{number}.{name}": shape
+        for number in range(config["num_hidden_layers"])
+        for name, shape in block.items()
+    }
+    for name, shape in {**layers, "gpt_neox.final_layer_norm": (hidden,)}.items():
+        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return found
+
+
+def draw_tensors(name, dtype="float32", seed=0):
+    """Tensors whose every number matters: of size one where the model computes, norms too."""
+    generator = np.random.default_rng(seed)
+
+    def draw(shape):
+        noise = generator.standard_normal(shape)
+        return (0.3 * noise if len(shape) == 1 else noise / shape[1] ** 0.5).astype(dtype)
+
+    return {tensor: draw(shape) for tensor, shape in shapes(name).items()}
