@@ -37,9 +37,8 @@ _CHANGE_NO_NUMBER = """
     model_type output_attentions output_hidden_states pad_token_id pretraining_tp return_dict
     sep_token_id temperature tokenizer_class top_k top_p torch_dtype transformers_version
     unk_token_id use_cache
-    """
+"""
 _HARMLESS = frozenset(_CHANGE_NO_NUMBER.split())
-)
 
 
 @dataclasses.dataclass(frozen=True)
