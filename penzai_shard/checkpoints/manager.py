@@ -20,18 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from penzai_shard import errors
+from penzai_shard.checkpoints import train_states
 from penzai_shard.checkpoints.records import MARKER, absolute_path, is_checkpoint, read_manifest
 from penzai_shard.checkpoints.replacement import content_of, paths_in
-from penzai_shard.checkpoints.train_states import begin_save_train_state, restore_train_state
-from penzai_shard.errors import (
-    CheckpointDamagedError,
-    CheckpointMismatchError,
-    CheckpointWriteError,
-    Problem,
-    Problems,
-    RuleTypeError,
-    warn_caller,
-)
+from penzai_shard.errors import Problem, Problems
 from penzai_shard.processes.agreement import gather, on_first, together
 from penzai_shard.processes.job import at_end
 
@@ -60,8 +53,8 @@ class CheckpointManager:
         keep_last: How many of the newest checkpoints to keep; None keeps all.
         keep_every: Checkpoints whose step is a multiple of this are kept for ever.
         best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints to keep, one by
-            default: ``("loss", "min", 3)``. A checkpoint without this metric, or of which it is
-            infinite or not a number, is never the best.
+            default: ``("loss", "min", 3)``. Every ``save`` needs this metric then. A checkpoint of
+            which it is infinite or not a number is never the best.
         asynchronous: Whether to write in the background. If not, ``save`` returns once the
             checkpoint is in its place.
 
@@ -72,10 +65,10 @@ class CheckpointManager:
         RuleTypeError: Arguments cannot be read, or the folder is a checkpoint; all are in it.
 
     >>> import tempfile
-    >>> state = {"step": jax.numpy.int32(3), "root_rng": jax.random.key(0)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with CheckpointManager(folder, keep_last=1, best=("loss", "min")) as manager:
     ...         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+    ...             state = {"step": step, "root_rng": jax.random.key(0)}
     ...             path = manager.save(step, state, {"loss": loss})
     ...     restored = manager.restore(state)
     ...     manager.steps(), manager.best, manager.latest
@@ -103,11 +96,12 @@ class CheckpointManager:
         if best is not None and not is_read:
             fix = "Write for instance best=('loss', 'min', 3)."
             problems.add("best", f"{best!r:.80} is no metric with 'min' or 'max'", fix)
-        problems.raise_if_any(RuleTypeError)
+        problems.raise_if_any(errors.RuleTypeError)
         self.path = str(folder)
         self._keep_last, self._keep_every, self._best = keep_last, keep_every, parts or None
         self._asynchronous = asynchronous
         self._saving: concurrent.futures.Future[None] | None = None
+        self._is_closed = False
 
     # What there is
 
@@ -118,8 +112,8 @@ class CheckpointManager:
         '/runs/may/step_00000100'
         """
         if not isinstance(step, int | np.integer) or step < 0:
-            fix = "Write for instance int(state.step)."
-            raise RuleTypeError(f"{_CALLED}:", [Problem("step", f"{step!r:.80} is no step", fix)])
+            problem = Problem("step", f"{step!r:.80} is no step", "Write int(state.step).")
+            raise errors.RuleTypeError(f"{_CALLED}:", [problem])
         return os.path.join(self.path, f"step_{step:08d}")
 
     def steps(self) -> list[int]:
@@ -159,7 +153,7 @@ class CheckpointManager:
         if not is_same and any(entry["extra"] != entries[0]["extra"] for entry in entries):
             what = f"{len(entries)} processes saved it with an extra= each"
             problem = Problem(self.path_of(step), what, f"Start {len(entries)} processes.")
-            raise CheckpointMismatchError("no extra= is that of this process:", [problem])
+            raise errors.CheckpointMismatchError("no extra= is that of this process:", [problem])
         return dict(entries[jax.process_index() if is_same else 0]["extra"])
 
     def _read_entries(self, step: int) -> list[dict[str, Any]]:
@@ -174,7 +168,7 @@ class CheckpointManager:
         for step in self.steps():
             try:
                 found[step] = self.metrics(step)
-            except CheckpointDamagedError:
+            except errors.CheckpointDamagedError:
                 found[step] = {}
         return found
 
@@ -193,10 +187,10 @@ class CheckpointManager:
 
         Args:
             step: Its step, not below that of any checkpoint in the folder.
-            state: As for ``save_train_state``. It may be donated, and arrays of NumPy in it be
-                written to, once this returns.
-            metrics: Numbers by name, such as the loss of an evaluation. Those of the first process
-                are kept.
+            state: As for ``save_train_state``, with its ``step``. It may be donated, and arrays of
+                NumPy in it be written to, once this returns.
+            metrics: Numbers by name, such as the loss of an evaluation; ``math.nan`` for that of
+                ``best`` where it is not known. Those of the first process are kept.
             extra: What else the checkpoint is to keep by name, such as the place in the data; JSON
                 holds it. Each process has its own.
             overwrite: Whether to replace a checkpoint of this step.
@@ -205,23 +199,21 @@ class CheckpointManager:
             The path at which the checkpoint is, or will be.
 
         Raises:
-            CheckpointWriteError: There is a checkpoint of this step or of a later one; or this one
-                cannot be written; or the one before could not, and then this one was not begun.
+            CheckpointWriteError: There is a checkpoint of this step or of a later one; the state is
+                of another step; the metric of ``best`` is not there; the manager is closed; or this
+                one cannot be written; or the one before could not, and this one was not begun.
             ShardingError: As for ``save_train_state``.
             RuleTypeError: An argument cannot be read.
         """
         self.wait()
+        latest = on_first("looking for later checkpoints", lambda: self.latest)
         with together(_CALLED):
             path, entry = self.path_of(step), _write_entry(metrics, extra)
+            self._check_save(step, state, metrics, latest)
         # Another step in another process is another call.
         metadata = {_SECTION: gather(f"{_CALLED} saves {path}", entry)}
-        latest = on_first("looking for later checkpoints", lambda: self.latest)
-        if latest is not None and step < latest:
-            # Nobody would go on from it.
-            problem = Problem(self.path, f"it has step {latest} already", "Save to another.")
-            raise CheckpointWriteError("cannot save:", [problem])
         options = {"overwrite": overwrite, "metadata": metadata, "copy": True}
-        finish = begin_save_train_state(_CALLED, path, state, **options)
+        finish = train_states.begin_save_train_state(_CALLED, path, state, **options)
         # Processes agree by the name of the thread.
         thread = concurrent.futures.ThreadPoolExecutor(1, f"penzai_shard saving {self.path}")
         self._saving = thread.submit(self._finish, finish, step)
@@ -230,6 +222,20 @@ class CheckpointManager:
         if not self._asynchronous:
             self.wait()
         return path
+
+    def _check_save(self, step: int, state: Any, metrics: Any, latest: int | None) -> None:
+        problems = Problems("cannot save:")
+        if self._is_closed:
+            problems.add("", "this manager is closed", "Make another CheckpointManager.")
+        if latest is not None and step < latest:
+            # Nobody would go on from it.
+            problems.add(self.path, f"it has step {latest} already", "Save to another.")
+        names, best = [*(metrics or {})], (self._best or [None])[0]
+        if best is not None and best not in names:
+            fix = f"Write metrics={{..., {best!r}: math.nan}} where it is not known."
+            problems.add("metrics", f"best= is {best!r}, and they are {names}", fix)
+        train_states.check_step(problems, state, step)
+        problems.raise_if_any(errors.CheckpointWriteError)
 
     def _finish(self, finish: Callable[[], str], step: int) -> None:
         finish()
@@ -266,7 +272,7 @@ class CheckpointManager:
             step = on_first("looking for the newest checkpoint", lambda: self.latest)
         # Without any step there is no checkpoint: the folder is none.
         path = self.path if step is None else self.path_of(step)
-        return restore_train_state(path, state, **options)
+        return train_states.restore_train_state(path, state, **options)
 
     def wait(self) -> None:
         """Waits until all that ``save`` was given is on the disk.
@@ -283,29 +289,23 @@ class CheckpointManager:
             saving.result()
 
     def close(self) -> None:
-        """Waits, as the end of a ``with`` statement does.
+        """Waits, and ends the saving, as the end of a ``with`` statement does.
 
         Raises:
             CheckpointWriteError, OSError: As for ``wait``.
-
-        Warns:
-            ShardingWarning: No checkpoint has the metric of ``best``.
         """
         self.wait()
-        if self._best and self.steps() and self.best is None:
-            what = f"no checkpoint in {self.path} has a finite {self._best[0]!r}"
-            warn_caller([f"{_CALLED}: {what}, so none is kept as the best."])
+        self._is_closed = True
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            self.close()
-            return
         try:
-            self.wait()
+            self.close()
         except Exception as failure:
+            if error is None:
+                raise
             error.add_note(f"A checkpoint was not saved either: {failure}")
 
 
@@ -317,7 +317,7 @@ def _write_entry(metrics: Any, extra: Any) -> str:
     except (TypeError, ValueError) as error:
         fix = "Write for instance metrics={'loss': 0.5}, extra={'batches': 100}."
         problem = Problem("", f"metrics= or extra= is not what JSON holds by name: {error}", fix)
-        raise RuleTypeError(f"{_CALLED}:", [problem]) from error
+        raise errors.RuleTypeError(f"{_CALLED}:", [problem]) from error
 
 
 # What is kept
@@ -362,8 +362,8 @@ def _is_count(value: Any) -> bool:
 
 # At the end of the program
 
+# Managers whose thread nobody has waited for.
 _unfinished: set[CheckpointManager] = set()
-"""Managers whose thread nobody has waited for."""
 
 
 def _finish_all() -> None:

@@ -167,7 +167,9 @@ def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
     """Whether somebody saved a checkpoint in a directory, be it ours or another one of Orbax."""
-    return any((directory / name).is_file() for name in (MARKER, METADATA, storage.PLAIN_METADATA))
+    # Unlike those of pathlib, this does not raise where nobody may look.
+    names = MARKER, METADATA, storage.PLAIN_METADATA
+    return any(os.path.isfile(directory / name) for name in names)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -214,10 +216,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _explain_absence(final: pathlib.Path) -> Problem:
-    # It may be inside, or either of the last two pieces of the path may be misspelt.
-    others = [*final.glob("*"), *final.parent.parent.glob("*/*")]
-    near = nearest(str(final), [str(path) for path in others if is_checkpoint(path)])
-    fix = f"Write '{near}'." if near else "Write the path that saving returned."
+    # Either of the last two pieces of the path may be misspelt, or it may be inside.
+    beside = {path.name: path for path in final.parent.glob("*")}
+    elsewhere = {path.name: path / final.name for path in final.parent.parent.glob("*")}
+    found = []
+    for name, paths in ((final.name, beside), (final.parent.name, elsewhere)):
+        near = nearest(name, [other for other, path in paths.items() if is_checkpoint(path)])
+        found += [paths[near]] if near else []
+    found += sorted(filter(is_checkpoint, final.glob("*")), reverse=True)
+    fix = f"Write '{found[0]}'." if found else "Write the path that saving returned."
     return Problem(str(final), "it is no checkpoint", fix)
 
 

@@ -6,6 +6,7 @@ same calls: each writes what its devices hold, and the first one puts the result
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pathlib
 import threading
@@ -34,6 +35,7 @@ from penzai_shard.processes.agreement import on_first, refuse_differences, toget
 
 _SECONDS_TO_STOP = 5.0
 _MOST_CHARACTERS = 300
+_NO_ROOM_OR_PERMISSION = errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS
 
 
 def begin_save(
@@ -158,5 +160,6 @@ def _undo_on_failure(
             raise
         what = str(error).partition("\n")[0][:_MOST_CHARACTERS].rstrip(".")
         fix = "Make room or give permission there, or save to another path."
+        fix = fix if getattr(error, "errno", None) in _NO_ROOM_OR_PERMISSION else ""
         problem = Problem(str(replacement.final), what, fix)
         raise CheckpointWriteError("cannot save:", [problem]) from error

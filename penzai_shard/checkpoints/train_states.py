@@ -7,11 +7,12 @@ paths, and those that an optimizer keeps have the logical axes of their paramete
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.checkpoints.matching import read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
-from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.errors import Problem, Problems, RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -57,6 +58,21 @@ def begin_save_train_state(
     leaves, _ = read_tree(called, train_state)
     saved = [leaf for leaf in name_statistics(leaves) if leaf.role != "constant"]
     return begin_save(called, path, saved, "train_state", **options)
+
+
+def check_step(problems: Problems, train_state: Any, step: int) -> None:
+    """Adds a problem if a tree is no train state, or that of another step.
+
+    Raises:
+        ShardingError: Arrays have no values; all of them are in it.
+    """
+    leaves, _ = run_inputs(train_state, "saving")
+    own = [int(leaf.value) for leaf in leaves if leaf.path == "step" and not leaf.shape]
+    if not own:
+        fix = f"Give a train state, or {{'step': {step}, 'model': model}}."
+        problems.add("state", "it has no number 'step'", fix)
+    elif own != [step]:
+        problems.add("step", f"it is {step}, and the state's is {own[0]}", f"Write {own[0]}.")
 
 
 def restore_train_state(

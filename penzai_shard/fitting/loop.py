@@ -283,11 +283,12 @@ class TrainingLoop:
         numbers = {**numbers, "loss": record.loss, "evaluation": record.evaluation}
         metrics = read_numbers(numbers)
         extra = {"batches": self.position._asdict()}
-        self.manager.save(self.done, self.state, metrics, extra=extra)
+        # An evaluation has it, perhaps.
+        missing = {self.best[0]: math.nan} if self.best and self.best[0] not in metrics else {}
+        self.manager.save(self.done, self.state, metrics | missing, extra=extra)
         self.saved = self.done
         self._pace.skip()
-        is_known = not self.best or self.best[0] in metrics
-        if not is_known and (record.evaluation is not None or self.evaluate is None):
+        if missing and (record.evaluation is not None or self.evaluate is None):
             what = f"no step has the metric {self.best[0]!r}, but {', '.join(metrics)}"
             problem = Problem("best", what, "Write best=('loss', 'min').")
             raise errors.RuleTypeError("fit:", [problem])

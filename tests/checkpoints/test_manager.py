@@ -3,6 +3,7 @@
 Run as a program it kills processes that save, and says whether what they leave is whole.
 """
 
+import errno
 import functools
 import itertools
 import math
@@ -112,11 +113,11 @@ def test_save_keeps_the_newest_the_regular_and_the_best(tmp_path):
 
 def test_save_never_removes_what_it_has_just_saved(tmp_path):
     with CheckpointManager(tmp_path, keep_last=1, best=BEST, asynchronous=False) as manager:
-        manager.save(1, make_state(), {"loss": 2.0})
-        manager.save(2, make_state(), {"loss": 1.0})
+        manager.save(1, make_state(1), {"loss": 2.0})
+        manager.save(2, make_state(2), {"loss": 1.0})
         assert manager.steps() == [2]
-        manager.save(2, make_state(5), {"loss": 3.0}, overwrite=True)
-        assert (read_value(manager, 2), manager.metrics(2)) == (5, {"loss": 3.0})
+        manager.save(2, make_state(2.5), {"loss": 3.0}, overwrite=True)
+        assert (read_value(manager, 2), manager.metrics(2)) == (2.5, {"loss": 3.0})
 
 
 # In the background
@@ -127,11 +128,12 @@ class Disk:
 
     def __init__(self, patch):
         self.may_write, self.is_full, commit = threading.Event(), False, Replacement.commit
+        self.error = errno.ENOSPC
 
         def wait_and_commit(replacement):
             assert self.may_write.wait(60)
             if self.is_full:
-                raise OSError(28, "No space left on device")
+                raise OSError(self.error, os.strerror(self.error))
             commit(replacement)
 
         patch.setattr(Replacement, "commit", wait_and_commit)
@@ -145,7 +147,7 @@ def disk(monkeypatch):
 def test_save_returns_when_the_state_may_be_donated(tmp_path, disk):
     mesh = pzs.make_mesh({"data": 8})
     halves = jax.NamedSharding(mesh, jax.P("data"))
-    state = {"jax": jax.device_put(NUMBERS, halves), "numpy": NUMBERS.copy()}
+    state = {"jax": jax.device_put(NUMBERS, halves), "numpy": NUMBERS.copy(), "step": 1}
     change = jax.jit(lambda x: x + 1, donate_argnums=0)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
@@ -158,7 +160,7 @@ def test_save_returns_when_the_state_may_be_donated(tmp_path, disk):
     saving[0].join(10)
     assert not saving[0].is_alive()
     restored = manager.restore(state)
-    for name in state:
+    for name in ("jax", "numpy"):
         np.testing.assert_array_equal(restored[name], NUMBERS)
     assert restored["jax"].sharding == halves
 
@@ -167,7 +169,7 @@ def test_save_raises_what_went_wrong_before(tmp_path, disk):
     disk.may_write.set()
     manager = CheckpointManager(tmp_path)
     acts = [
-        lambda: manager.save(2, make_state()),
+        lambda: manager.save(2, make_state(2)),
         lambda: manager.restore(make_state()),
         manager.wait,
         manager.close,
@@ -175,17 +177,26 @@ def test_save_raises_what_went_wrong_before(tmp_path, disk):
     ]
     for act in acts:
         disk.is_full = True
-        manager.save(1, make_state())
+        manager.save(1, make_state(1))
         with pytest.raises(pzs.CheckpointWriteError) as caught:
             act()
         assert paths_of(caught) == [manager.path_of(1)]
         assert os.listdir(tmp_path) == []
         # It was raised once.
         manager.wait()
-    manager.save(1, make_state())
+    manager.save(1, make_state(1))
     with pytest.raises(KeyError) as raised, manager:
         raise KeyError("mine")
     assert manager.path_of(1) in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_a_failed_write_has_a_fix_only_if_it_is_known(tmp_path, disk, error):
+    disk.is_full, disk.error = True, error
+    disk.may_write.set()
+    with pytest.raises(pzs.CheckpointWriteError) as caught:
+        CheckpointManager(tmp_path, asynchronous=False).save(1, make_state(1))
+    assert bool(caught.value.problems[0].fix) == (error != errno.EIO)
 
 
 def test_ctrl_c_ends_the_waiting_but_not_the_save(tmp_path, disk):
@@ -257,7 +268,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept_from_nothing(run):
             act(7)
     assert (run.best, run.latest, read_value(run, 3)) == (None, 7, 3)
     with run:
-        run.save(8, make_state(), {"loss": 1.0})
+        run.save(8, make_state(8), {"loss": 1.0})
     assert (run.steps(), run.best) == ([7, 8], 8)
 
 
@@ -269,24 +280,46 @@ def test_a_checkpoint_without_a_manager_has_no_metrics(run):
 # Mistakes
 
 
-def test_close_warns_if_no_checkpoint_has_the_metric_of_best(run):
-    run.save(8, make_state(), {"los": 1.0})
-    with pytest.warns(pzs.ShardingWarning, match="finite 'loss'"):
-        run.close()
+def test_save_refuses_metrics_without_that_of_best(run):
+    for metrics in ({"los": 1.0}, None):
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            run.save(8, make_state(8), metrics)
+        assert paths_of(caught) == ["metrics"]
+        assert "'loss': math.nan" in caught.value.problems[0].fix
     with run:
-        run.save(9, make_state(), {"loss": 1.0})
-        # Saves between evaluations have none.
-        run.save(10, make_state())
-    assert run.best == 9
+        run.save(9, make_state(9), {"loss": 1.0})
+        # Saves between evaluations do not know it.
+        run.save(10, make_state(10), {"loss": math.nan, "los": 1.0})
+    assert (run.steps(), run.best) == ([9, 10], 9)
+
+
+def test_save_refuses_what_is_no_state_of_the_step(run, tmp_path):
+    manager = CheckpointManager(tmp_path / "new")
+    model, state = {"w": NUMBERS}, make_state(3)
+    for wrong, path in [(model, "state"), (state, "step"), ({**state, "step": NUMBERS}, "state")]:
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            manager.save(8, wrong)
+        assert paths_of(caught) == [path]
+    # As the fix says.
+    manager.save(8, {"step": 8, "model": model})
+    manager.close()
+    with pytest.raises(pzs.CheckpointWriteError) as caught:
+        manager.save(9, make_state(9))
+    assert (paths_of(caught), manager.steps()) == ([""], [8])
+    # All at once.
+    run.close()
+    with pytest.raises(pzs.CheckpointWriteError) as caught:
+        run.save(5, make_state(4))
+    assert paths_of(caught) == ["", run.path, "metrics", "step"]
 
 
 def test_save_refuses_a_step_that_is_there_or_before(run):
     for step, path in [(7, run.path_of(7)), (5, run.path)]:
         with pytest.raises(pzs.CheckpointWriteError) as caught:
-            run.save(step, make_state())
+            run.save(step, make_state(step), {"loss": 1.0})
         assert paths_of(caught) == [path]
-    run.save(7, make_state(70), overwrite=True)
-    assert (read_value(run), run.steps()) == (70, [3, 7])
+    run.save(7, make_state(7.5), {"loss": 1.0}, overwrite=True)
+    assert (read_value(run), run.steps()) == (7.5, [3, 7])
 
 
 def test_restore_names_the_steps_that_are_there(run, tmp_path):
@@ -295,9 +328,15 @@ def test_restore_names_the_steps_that_are_there(run, tmp_path):
     assert caught.value.problems[0].fix == f"Write {run.path_of(7)!r}."
     empty = CheckpointManager(tmp_path / "none")
     assert (empty.steps(), empty.latest) == ([], None)
-    with pytest.raises(pzs.CheckpointNotFoundError):
+    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
         empty.restore(make_state())
     assert not (tmp_path / "none").exists()
+    # Not that of another run beside it.
+    assert run.path not in caught.value.problems[0].fix
+    # Of the run itself the newest one.
+    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
+        pzs.restore_train_state(run.path, make_state())
+    assert caught.value.problems[0].fix == f"Write {run.path_of(7)!r}."
 
 
 def test_arguments_that_cannot_be_read(run):
@@ -307,11 +346,12 @@ def test_arguments_that_cannot_be_read(run):
     for best in ("loss", ("loss",), ("loss", "min", 0), ("loss", "min", 1, 1)):
         with pytest.raises(pzs.RuleTypeError):
             CheckpointManager(run.path, best=best)
-    for arguments in [(-1, {}), ("8", {}), (8, {}, 0.5), (8, {}, {"a": "b"})]:
+    state = make_state(8)
+    for arguments in [(-1, state), ("8", state), (8, state, 0.5), (8, state, {"a": "b"})]:
         with pytest.raises(pzs.RuleTypeError):
             run.save(*arguments)
     with pytest.raises(pzs.RuleTypeError):
-        run.save(8, make_state(), extra={"set": {1}})
+        run.save(8, state, extra={"set": {1}})
     assert run.steps() == [3, 7]
 
 

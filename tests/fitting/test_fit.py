@@ -239,10 +239,10 @@ def test_fit_refuses_folders_of_other_runs(tmp_path):
     assert paths_of(caught) == {str(folder / "step_00000003")}
     assert "steps=5" in caught.value.problems[0].fix
     with CheckpointManager(tmp_path / "other") as manager:
-        manager.save(1, initial())
+        manager.save(0, initial())
     with pytest.raises(pzs.TrainingStoppedError) as caught:
         train(checkpoint=tmp_path / "other")
-    assert paths_of(caught) == {str(tmp_path / "other" / "step_00000001")}
+    assert paths_of(caught) == {str(tmp_path / "other" / "step_00000000")}
 
 
 def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
