@@ -1,8 +1,9 @@
 """Fills arrays on a mesh from stored ones: each process reads what its devices need, once.
 
 Parts that lie in the same rows of what is stored are read together, a few MiB at a time, and each
-piece is cut up, transposed and cast on its way into the memory of the parts. So no chunk is
-unpacked twice, whatever the layout, and little memory is needed besides that of the result.
+piece is cut up, transposed and cast on its way into the memory of the parts. Pieces are made of
+whole chunks, as Orbax packs them. So no chunk is unpacked twice, whatever the layout, and little
+memory is needed besides that of the result.
 """
 
 import dataclasses
@@ -47,6 +48,9 @@ class Store(Protocol):
             CheckpointDamagedError: It cannot be read.
         """
 
+    def chunk(self, name: str) -> tuple[int, ...]:
+        """The shape of each part that must be unpacked to read one of its numbers."""
+
 
 class OpenableStore(Store, Protocol):
     """Stored arrays, which are opened before parts of them are read."""
@@ -88,6 +92,15 @@ class Source:
         if self.stack is not None or not self.order:
             return self.stack or 0
         return self.order.index(min(self.order))
+
+    def chunk(self, store: Store) -> tuple[int, ...]:
+        """The shape of each part of the array that is unpacked at once."""
+        stored = store.chunk(self.stored[0])
+        # Those that are split come from stores that unpack nothing; arrays may have no numbers.
+        chunk = [stored[i] if len(stored) == len(self.shape) else 1 for i in self.order]
+        if self.stack is not None:
+            chunk.insert(self.stack, 1)
+        return tuple(chunk)
 
     def read(self, store: Store, index: Index, dtype: Any = None) -> np.ndarray:
         """A part of the array.
@@ -152,6 +165,10 @@ class ChecksumStore:
                 row[:] = (row[0] + sums[0], row[1] + sums[1], row[2] + piece.size)
         return piece
 
+    def chunk(self, name: str) -> tuple[int, ...]:
+        """As ``Store.chunk``."""
+        return self._store.chunk(name)
+
     def compute_checksums(self) -> dict[str, str]:
         """The checksum of each array, of which each process has read parts.
 
@@ -178,7 +195,7 @@ def read_checksum(store: Store, name: str, shape: tuple[int, ...]) -> str:
         CheckpointDamagedError: It cannot be read.
     """
     whole = ChecksumStore(store, {name: shape})
-    for index in _cut(tuple((0, size) for size in shape), _WIDEST, 0):
+    for index in _cut(tuple((0, size) for size in shape), _WIDEST, 0, store.chunk(name)):
         whole.read(name, index)
     return write_checksum(whole._rows[name][:2])
 
@@ -221,7 +238,7 @@ def fill_arrays(
     groups = [
         group
         for name, (source, struct) in wanted.items()
-        for group in _group_parts(name, struct, source.rows)
+        for group in _group_parts(name, struct, source.rows, source.chunk(store))
     ]
     turn, budget = threading.Lock(), threading.Semaphore(_MIB_IN_FLIGHT)
     has_64_bits = device_dtype(float) == "float64"  # Threads do not inherit it.
@@ -272,8 +289,10 @@ def fill_arrays(
     }
 
 
-def _group_parts(name: str, struct: jax.ShapeDtypeStruct, rows: int) -> list[_Group]:
-    """The parts of an array that this process reads, those of the same rows together.
+def _group_parts(
+    name: str, struct: jax.ShapeDtypeStruct, rows: int, chunk: Sequence[int]
+) -> list[_Group]:
+    """The parts of an array that this process reads, those of the same rows of chunks together.
 
     Those of all processes are found, so that each knows what it is the first to read. Boxes of odd
     layouts overlap, and then some elements are added up twice.
@@ -283,7 +302,8 @@ def _group_parts(name: str, struct: jax.ShapeDtypeStruct, rows: int) -> list[_Gr
         part = tuple(
             piece.indices(size)[:2] for piece, size in zip(index, struct.shape, strict=True)
         )
-        key = device.process_index, part[rows : rows + 1]
+        ends = [(a // chunk[rows], -(-b // chunk[rows])) for a, b in part[rows : rows + 1]]
+        key = device.process_index, tuple(ends)
         found.setdefault(key, {}).setdefault(part, []).append(device)
 
     first: dict[Bounds, int] = {}
@@ -329,23 +349,28 @@ def _read_parts(
                 raise CheckpointMismatchError("numbers do not fit:", [problem])
 
     # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
-    list(readers.map(read, _cut(group.box, max(4, dtype.itemsize), source.rows)))
+    pieces = _cut(group.box, max(4, dtype.itemsize), source.rows, source.chunk(store))
+    list(readers.map(read, pieces))
     return parts
 
 
-def _cut(box: Bounds, itemsize: int, rows: int) -> Iterator[Index]:
-    """The index of each piece of a box that is cut along its rows; none of an empty box."""
+def _cut(box: Bounds, itemsize: int, rows: int, chunk: Sequence[int]) -> Iterator[Index]:
+    """The index of each piece of a box that is cut along its rows; none of an empty box.
+
+    Chunks are not cut, but where they are cut by the box.
+    """
     size = _count(box) * itemsize
-    if 0 < size <= PIECE_BYTES:
+    lengths = [stop - start for start, stop in box]
+    # What is large in spite of having one row is cut along another dimension.
+    dims = [i for i in (rows, *range(len(box))) if box and lengths[i] > chunk[i]]
+    if 0 < size <= PIECE_BYTES or (size and not dims):
         yield tuple(slice(*ends) for ends in box)
     elif size:
-        # What is large in spite of having one row is cut along another dimension.
-        lengths = [stop - start for start, stop in box]
-        dim = next(i for i in (rows, *range(len(box))) if lengths[i] > 1)
-        step = max(1, PIECE_BYTES * lengths[dim] // size)
-        for start in range(box[dim][0], box[dim][1], step):
-            ends = start, min(start + step, box[dim][1])
-            yield from _cut((*box[:dim], ends, *box[dim + 1 :]), itemsize, rows)
+        dim, (start, stop) = dims[0], box[dims[0]]
+        step = max(1, PIECE_BYTES * lengths[dim] // size // chunk[dim]) * chunk[dim]
+        for place in range(start - start % chunk[dim], stop, step):
+            ends = max(place, start), min(place + step, stop)
+            yield from _cut((*box[:dim], ends, *box[dim + 1 :]), itemsize, rows, chunk)
 
 
 def _allocate(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -156,6 +156,10 @@ class _MeteredStore:
             self._peak = max(self._peak, _read_resident_bytes())
         return piece
 
+    def chunk(self, name: str) -> tuple[int, ...]:
+        """As ``Store.chunk``."""
+        return self._store.chunk(name)
+
     def report(self) -> str:
         """What was read, and by how much the process grew at most, where the system tells."""
         peak = max(self._peak, _read_resident_bytes()) - self._before

@@ -141,6 +141,12 @@ class OrbaxStore:
         arrays = {name: self._opened[name] for name in pending}
         return {name: (tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
 
+    def chunk(self, name: str) -> tuple[int, ...]:
+        """As ``Store.chunk``; no dimensions of an array that is not open, as it has no numbers."""
+        array = self._opened.get(name)
+        shape = array.chunk_layout.read_chunk.shape if array else None
+        return tuple(shape or ())  # TensorStore says None of a scalar.
+
     def read(
         self, name: str, index: tuple[slice, ...], shape: tuple[int, ...] | None = None
     ) -> np.ndarray:

@@ -119,6 +119,10 @@ class TensorStore:
         tensors = {name: self._tensors[name] for name in names}
         return {name: (tensor.shape, tensor.dtype.name) for name, tensor in tensors.items()}
 
+    def chunk(self, name: str) -> tuple[int, ...]:
+        """As ``Store.chunk``: nothing is packed."""
+        return (1,) * self._tensors[name].ndim
+
     def read(
         self, name: str, index: tuple[slice, ...], shape: tuple[int, ...] | None = None
     ) -> np.ndarray:

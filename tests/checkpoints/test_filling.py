@@ -1,11 +1,10 @@
 """What an array is read from: stored ones that are split, picked from, added to, padded; once."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -21,6 +20,9 @@ STORED = {
 
 class Memory:
     """A store of arrays in memory."""
+
+    def chunk(self, name):
+        return 1, 1
 
     def read(self, name, index, shape=None):
         array = STORED[name]
@@ -92,25 +94,51 @@ LAYOUTS = [
 
 
 class CountingMemory:
-    """A store of one array, and how often each of its elements was read."""
+    """A store of one array, and how often each of its chunks was unpacked."""
 
-    def __init__(self, array):
-        self._array, self.counts = array, np.zeros(array.shape, int)
+    def __init__(self, array, chunk):
+        self._array, self._chunk = array, chunk
+        self.counts = np.zeros([-(-n // c) for n, c in zip(array.shape, chunk, strict=True)], int)
+
+    def chunk(self, name):
+        return self._chunk
 
     def read(self, name, index, shape):
-        self.counts.reshape(shape)[index] += 1
-        return self._array.reshape(shape)[index]
+        pairs = zip(index, self._chunk, strict=True)
+        self.counts[tuple(slice(i.start // c, -(-i.stop // c)) for i, c in pairs)] += 1
+        return self._array[index]
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_fill_arrays_reads_each_number_once_in_a_process(order):
-    stored = np.arange(PIECE_BYTES, dtype="float32").reshape(512, -1)
-    store = CountingMemory(stored)
-    whole = stored.reshape(64, 8, -1).transpose(order)
-    struct = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
-    source = Source(("w",), (64, 8, stored.shape[1]), order)
+# In what is stored whole, as safetensors files are, each number is a chunk.
+@pytest.mark.parametrize(
+    "chunk", [(1, 1, 1), (64, 2, 64), (8, 8, 512), (16, 4, 512), (64, 8, 4096)]
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_fill_arrays_unpacks_each_chunk_once_in_a_process(chunk, order):
+    stored = np.arange(PIECE_BYTES, dtype="float32").reshape(64, 8, -1)
+    store, whole = CountingMemory(stored, chunk), stored.transpose(order)
     for number, layout in enumerate(LAYOUTS, 1):
-        struct = struct.update(sharding=NamedSharding(MESH, jax.P(*layout)))
-        filled = fill_arrays({"w": (source, struct)}, store, store)["w"]
-        np.testing.assert_array_equal(filled, whole)
+        sharding = NamedSharding(MESH, jax.P(*layout))
+        struct = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)
+        pair = Source(("w",), stored.shape, order), struct
+        np.testing.assert_array_equal(fill_arrays({"w": pair}, store, store)["w"], whole)
         assert (store.counts == number).all(), layout
+
+
+def test_restore_params_reads_its_files_once(tmp_path):
+    layouts = [NamedSharding(MESH, jax.P(*layout)) for layout in LAYOUTS[:3]]
+    numbers = np.random.default_rng(0).normal(size=(2048, 1024)).astype("float32")
+    for i, layout in enumerate(layouts):
+        path = pzs.save_params(tmp_path / str(i), {"w": jax.device_put(numbers, layout)})
+        size = sum(file.stat().st_size for file in (tmp_path / str(i)).rglob("*") if file.is_file())
+        for other in layouts:
+            start = read_metric()
+            struct = jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=other)
+            pzs.restore_params(path, {"w": struct})
+            assert read_metric() - start < 1.1 * size
+
+
+def read_metric():
+    """The bytes that TensorStore has read from files."""
+    (found,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return found["values"][0]["value"]
