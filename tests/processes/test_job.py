@@ -19,7 +19,7 @@ from penzai_shard.processes.agreement import gather
 from penzai_shard.processes.job import ENDED_BY_ANOTHER, several_processes
 from tests.processes.launching import run_jobs
 
-STATE = {"w": np.arange(10_000.0, dtype="float32")}
+STATE = {"step": 1, "w": np.arange(10_000.0, dtype="float32")}
 
 
 def main(me, address, folder, ending):
@@ -46,7 +46,7 @@ def go_on(folder):
     """The next run finds whole checkpoints, and saves."""
     with CheckpointManager(folder) as manager:
         assert manager.steps() in ([], [1])
-        manager.save(2, STATE)
+        manager.save(2, {**STATE, "step": 2})
     np.testing.assert_array_equal(manager.restore(STATE)["w"], STATE["w"])
     assert {path.name for path in folder.iterdir()} <= {"step_00000001", "step_00000002"}
 

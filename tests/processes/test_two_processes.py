@@ -254,20 +254,20 @@ def claim_other_data_is_refused(me, folder):
 
 
 def claim_each_process_has_an_extra(me, folder):
-    state = make_state(make_mesh((2, 4)))
+    states = [make_state(make_mesh((2, 4))).replace(step=jnp.int32(step)) for step in range(5)]
     with CheckpointManager(folder / "extra", keep_last=1) as manager:
         for step in (1, 2):
-            manager.save(step, state, {"loss": step + me}, extra={"me": me})
+            manager.save(step, states[step], {"loss": step + me}, extra={"me": me})
         with pytest.raises(pzs.ShardingError):
-            manager.save(3 + me, state)
+            manager.save(3 + me, states[3 + me])
         manager.wait()
         assert (manager.extra(2), manager.metrics(2)) == ({"me": me}, {"loss": 2.0})
         assert agreement.gather("asking for steps", manager.steps()) == [[2], [2]]
         with pytest.raises(pzs.CheckpointWriteError) as caught:
-            manager.save(1, state)
+            manager.save(1, states[1])
     assert caught.value.problems[0].path == str(folder / "extra")
     # Nobody waits for it but the end of the job.
-    CheckpointManager(folder / "late").save(1, state)
+    CheckpointManager(folder / "late").save(1, states[1])
 
 
 # The program and the test
