@@ -7,17 +7,17 @@ one tensor. ``1+`` marks tensors to which the model adds one.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from penzai import pz
-from penzai.models.transformer import model_parts
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
-from penzai_shard.errors import CheckpointMismatchError, Problem, RuleTypeError
-from penzai_shard.pretrained.model_configs import Layer, ModelConfig, head_size, read_config
+from penzai_shard.errors import CheckpointMismatchError, Problem, Problems, RuleTypeError
+from penzai_shard.pretrained.model_configs import Layer, ModelConfig, read_config
 
 Initializer = Callable[[Any], Any]
 """Makes a model with real numbers of a random key, or of None one without parameters."""
@@ -48,37 +48,16 @@ def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bo
     return build_model(read_config(config), dtype=dtype, use_layer_stack=use_layer_stack)
 
 
-def build_model(
-    config: ModelConfig,
-    *,
-    dtype: Any,
-    use_layer_stack: bool = False,
-    upcast_activations: bool = False,
-    vocabulary: int | None = None,
-) -> Any:
+def build_model(config: ModelConfig, **options: Any) -> Any:
     """The model of a checked configuration, frozen, with structs in place of arrays.
 
-    Args:
-        config: The configuration.
-        dtype: Of its parameters.
-        use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
-        upcast_activations: Whether it computes with float32.
-        vocabulary: How many tokens it has, if these are more than the configuration says.
-
-    Raises:
-        CheckpointMismatchError, RuleTypeError: As ``model_of_config``.
+    Options and errors are those of ``make_initializer``.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "use_layer_stack": use_layer_stack,
-        "upcast_activations": upcast_activations,
-        "vocabulary": vocabulary,
-    }
     model = make_initializer(config, **options)(None)
-    # Parameters of all blocks are as those of the first, and to trace it is 30 times as fast as 80.
-    layers = len(config.layers) if use_layer_stack else 1
-    values = {**config.values, "num_hidden_layers": layers}
-    first = dataclasses.replace(config, values=values, layers=config.layers[:layers])
+    # The parameters of all blocks are as those of the first, which is traced 30 times as fast as 80.
+    count = len(config.layers) if options.get("use_layer_stack") else 1
+    values = {**config.values, "num_hidden_layers": count}
+    first = dataclasses.replace(config, values=values, layers=config.layers[:count])
     build = make_initializer(first, **options)
     _, found = jax.eval_shape(
         lambda key: pz.unbind_params(build(key), freeze=True), jax.random.key(0)
@@ -101,36 +80,43 @@ def make_initializer(
 ) -> Initializer:
     """A function of a random key that builds the model with real numbers, for ``sharded_init``.
 
-    Arguments and errors are those of ``build_model``.
+    Args:
+        config: The configuration.
+        dtype: Of the parameters: ``"bfloat16"`` or ``"float32"``.
+        use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
+        upcast_activations: Whether it computes with float32.
+        vocabulary: How many tokens it has, if these are more than the configuration says.
+
+    Raises:
+        CheckpointMismatchError: Blocks that differ cannot be one stack.
+        RuleTypeError: There are no models of this dtype, or fewer tokens are asked for.
     """
-    family = family_of(config)
-    if str(jnp.dtype(dtype)) not in _DTYPES:
-        problem = Problem("dtype", f"it is {jnp.dtype(dtype)}", "Write dtype='bfloat16'.")
-        raise RuleTypeError("Penzai has models of bfloat16 and float32:", [problem])
+    family, dtype = FAMILIES[config.family], jnp.dtype(dtype)
+    tokens = vocabulary or config["vocab_size"]
     if use_layer_stack and not family.stacks(config):
-        what = f"the layers of this {family.name} differ in their attention"
+        what = f"the layers of this {family.name} differ, and cannot be one stack"
         problem = Problem("use_layer_stack", what, "Leave it out.")
-        raise CheckpointMismatchError(f"{config.source} cannot be one stack:", [problem])
-    if vocabulary is not None:
-        if vocabulary < config["vocab_size"]:
-            what = f"it is {vocabulary}, and vocab_size is {config['vocab_size']}"
-            problem = Problem("vocabulary", what, "Write a greater number.")
-            raise RuleTypeError("a vocabulary can be made longer only:", [problem])
-        config = dataclasses.replace(config, values={**config.values, "vocab_size": vocabulary})
+        raise CheckpointMismatchError(f"cannot build {config.source}:", [problem])
+    problems = Problems(f"cannot build {config.source}:")
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        what = f"Penzai has no models of {dtype}"
+        problems.add("dtype", what, "Write dtype='bfloat16' or dtype='float32'.")
+    if tokens < config["vocab_size"]:
+        what = f"{tokens} is less than vocab_size, {config['vocab_size']}"
+        problems.add("vocabulary", what, "Write a greater number.")
+    problems.raise_if_any(RuleTypeError)
     build = family.build(
-        config,
-        {
-            "parameter_dtype": jnp.dtype(dtype),
-            "activation_dtype": jnp.dtype("float32" if upcast_activations else dtype),
-            "use_layer_stack": use_layer_stack,
-        },
+        dataclasses.replace(config, values={**config.values, "vocab_size": tokens}),
+        parameter_dtype=dtype,
+        activation_dtype=jnp.dtype("float32") if upcast_activations else dtype,
+        use_layer_stack=use_layer_stack,
     )
 
     def initialize(key: Any) -> Any:
         model = build(key)
         # Penzai leaves some layers in float32: the last one, and the feed-forward ones of GPT-NeoX.
         for parameter in pz.unbind_params(model)[1]:
-            parameter.value = parameter.value.astype(jnp.dtype(dtype))
+            parameter.value = parameter.value.astype(dtype)
         return model
 
     return initialize
@@ -139,87 +125,117 @@ def make_initializer(
 # Building
 
 
-def _build_llama(config: ModelConfig, options: Mapping[str, Any], **more: Any) -> Initializer:
-    more = {"mlp_variant": "swiglu", "tie_embedder_and_logits": False, **more}
-    keys = config["num_key_value_heads"] or config["num_attention_heads"]
-    attention = tuple(_attention(layer.window) for layer in config.layers)
+def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    kinds = tuple(
+        llamalike_common.AttentionTypeGlobalCausal()
+        if layer.window is None
+        else llamalike_common.AttentionTypeSlidingWindowCausal(layer.window)
+        for layer in config.layers
+    )
+    own = {"mlp_variant": "swiglu", "tie_embedder_and_logits": False}
     whole = llamalike_common.LlamalikeTransformerConfig(
         num_kv_heads=keys,
-        query_head_multiplier=config["num_attention_heads"] // keys,
+        query_head_multiplier=queries // keys,
         embedding_dim=config["hidden_size"],
-        projection_dim=head_size(config),
+        projection_dim=config["head_dim"],
         mlp_hidden_dim=config["intermediate_size"],
         num_decoder_blocks=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["rms_norm_eps"],
-        attention_type=attention[0] if len(set(attention)) == 1 else attention,
-        **more,
-        **options,
+        attention_type=kinds[0] if len(set(kinds)) == 1 else kinds,
+        **{**own, **fields},
     )
 
     def build(key: Any) -> Any:
         model = llamalike_common.build_llamalike_transformer(whole, key)
-        return _with_rotary(model, config.layers)
+
+        def rotate(attention: Any, layer: Layer) -> Any:
+            def change(rope: pz.nn.ApplyRoPE) -> Any:
+                if rope.max_wavelength != layer.theta:
+                    rope = dataclasses.replace(rope, max_wavelength=layer.theta)
+                return rope if layer.factor == 1.0 else ApplyScaledRoPE(rope, layer.factor)
+
+            return pz.select(attention).at_instances_of(pz.nn.ApplyRoPE).apply(change)
+
+        # A stack has one attention for its layers, which are alike.
+        attention = pz.select(model).at_instances_of(pz.nn.Attention)
+        return attention.set_sequence(map(rotate, attention.get_sequence(), config.layers))
 
     return build
 
 
-def _attention(window: int | None) -> Any:
-    if window is None:
-        return llamalike_common.AttentionTypeGlobalCausal()
-    return llamalike_common.AttentionTypeSlidingWindowCausal(window)
-
-
-def _build_gemma(config: ModelConfig, options: Mapping[str, Any], **more: Any) -> Initializer:
+def _build_gemma(config: ModelConfig, **fields: Any) -> Initializer:
     own = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}
-    return _build_llama(config, options, **own, **more)
+    return _build_llama(config, **own, **fields)
 
 
-def _build_gemma_2(config: ModelConfig, options: Mapping[str, Any]) -> Initializer:
+def _build_gemma_2(config: ModelConfig, **fields: Any) -> Initializer:
     return _build_gemma(
         config,
-        options,
         use_post_attn_norm=True,
         use_post_ffw_norm=True,
         query_scaling_factor=config["query_pre_attn_scalar"] ** -0.5,
         attn_logits_soft_cap=config["attn_logit_softcapping"],
         final_logit_softcap=config["final_logit_softcapping"],
+        **fields,
     )
 
 
-def _build_gemma_3(config: ModelConfig, options: Mapping[str, Any]) -> Initializer:
-    build = _build_gemma_2(config, options)
-    return lambda key: _with_norms_of_heads(build(key), key, config)
+def _build_gemma_3(config: ModelConfig, **fields: Any) -> Initializer:
+    """Gemma 2 with norms of queries and keys before they are rotated."""
+    build_gemma_2 = _build_gemma_2(config, **fields)
+
+    def build(key: Any) -> Any:
+        def insert(sequence: Any, name: str) -> Any:
+            norm = pz.nn.RMSLayerNorm.from_config(
+                name=name,
+                init_base_rng=key,
+                across_axes={"projection": config["head_dim"]},
+                epsilon=config["rms_norm_eps"],
+            )
+            first, *others = sequence.sublayers
+            return pz.nn.Sequential([first, norm, *others])
+
+        def change(number: int, attention: Any) -> Any:
+            name = f"transformer/block_{number}/attention"
+            query = insert(attention.input_to_query, f"{name}/query_norm")
+            key = insert(attention.input_to_key, f"{name}/key_norm")
+            return dataclasses.replace(attention, input_to_query=query, input_to_key=key)
+
+        attention = pz.select(build_gemma_2(key)).at_instances_of(pz.nn.Attention)
+        return attention.set_sequence(map(change, itertools.count(), attention.get_sequence()))
+
+    return build
 
 
-def _build_neox(config: ModelConfig, options: Mapping[str, Any]) -> Initializer:
-    size, epsilon = head_size(config), config["layer_norm_eps"]
+def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
     activations = {"gelu": "gelu_exact", "relu": "relu", "silu": "silu"}
     whole = gpt_neox.GPTNeoXTransformerConfig(
         num_attention_heads=config["num_attention_heads"],
         embedding_dim=config["hidden_size"],
-        projection_dim=size,
+        projection_dim=config["head_dim"],
         mlp_hidden_dim=config["intermediate_size"],
         num_decoder_blocks=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         activation_fn=activations.get(config["hidden_act"], "gelu_approx"),
-        rope_wavelength=config.layers[0].theta,
-        rope_subset_size=int(config.layers[0].partial * size),
-        layernorm_epsilon=epsilon,
-        **options,
+        rope_wavelength=config["rope_theta"],
+        rope_subset_size=config["rotated"],
+        layernorm_epsilon=config["layer_norm_eps"],
+        **fields,
     )
 
     def build(key: Any) -> Any:
         model = gpt_neox.build_gpt_neox_transformer(whole, key)
         # Penzai gives the configuration's epsilon to every norm but the last.
         norms = pz.select(model).at_instances_of(pz.nn.Standardize)
-        return norms.apply(lambda norm: dataclasses.replace(norm, epsilon=epsilon))
+        return norms.apply(lambda norm: dataclasses.replace(norm, epsilon=whole.layernorm_epsilon))
 
     return build
 
 
 @pz.pytree_dataclass
-class ApplyScaledRoPE(pz.nn.Layer):
+class ApplyScaledRoPE(pz.nn.Layer):  # type: ignore[misc]
     """Rotary embeddings of positions that are divided by a number, so that longer texts fit.
 
     Attributes:
@@ -236,52 +252,6 @@ class ApplyScaledRoPE(pz.nn.Layer):
         return self.rope(inputs, **{**side_inputs, name: side_inputs[name] / self.factor})
 
 
-def _with_rotary(model: Any, layers: Sequence[Layer]) -> Any:
-    """The model with the rotary positions of each block."""
-
-    def change(block: Any, layer: Layer) -> Any:
-        def rotate(rope: pz.nn.ApplyRoPE) -> Any:
-            if rope.max_wavelength != layer.theta:
-                rope = dataclasses.replace(rope, max_wavelength=layer.theta)
-            return rope if layer.factor == 1.0 else ApplyScaledRoPE(rope, layer.factor)
-
-        return pz.select(block).at_instances_of(pz.nn.ApplyRoPE).apply(rotate)
-
-    if len(set(layers)) == 1:
-        return change(model, layers[0])
-    blocks = pz.select(model).at_instances_of(model_parts.TransformerBlock)
-    return blocks.set_sequence(map(change, blocks.get_sequence(), layers))
-
-
-def _with_norms_of_heads(model: Any, key: Any, config: ModelConfig) -> Any:
-    """The model with norms of queries and keys before they are rotated."""
-
-    def insert(sequence: Any, name: str) -> Any:
-        norm = pz.nn.RMSLayerNorm.from_config(
-            name=name,
-            init_base_rng=key,
-            across_axes={"projection": head_size(config)},
-            epsilon=config["rms_norm_eps"],
-        )
-        first, *others = sequence.sublayers
-        return pz.nn.Sequential([first, norm, *others])
-
-    def change(block: Any, number: int) -> Any:
-        name = f"transformer/block_{number}/attention"
-        attention = pz.select(block).at_instances_of(pz.nn.Attention)
-        return attention.apply(
-            lambda layer: dataclasses.replace(
-                layer,
-                input_to_query=insert(layer.input_to_query, f"{name}/query_norm"),
-                input_to_key=insert(layer.input_to_key, f"{name}/key_norm"),
-            )
-        )
-
-    blocks = pz.select(model).at_instances_of(model_parts.TransformerBlock)
-    changed = [change(block, i) for i, block in enumerate(blocks.get_sequence())]
-    return blocks.set_sequence(changed)
-
-
 # Tensors
 
 
@@ -291,7 +261,8 @@ class Family:
 
     Attributes:
         name: As ``ModelConfig.family`` has it.
-        build: Makes a function of a random key that builds the model.
+        build: Makes a function of a random key that builds the model of a configuration; it takes
+            more fields of Penzai's own configuration by name.
         tensors: Of each tensor outside of the blocks, the parameter that it is.
         of_block: The same of each tensor of a block, behind ``blocks``.
         blocks: What stands before the tensors of a block.
@@ -302,7 +273,7 @@ class Family:
     """
 
     name: str
-    build: Callable[[ModelConfig, Mapping[str, Any]], Initializer]
+    build: Callable[..., Initializer]
     tensors: Mapping[str, str]
     of_block: Mapping[str, str]
     blocks: str = "model.layers.{}."
