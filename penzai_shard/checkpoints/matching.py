@@ -26,8 +26,8 @@ from penzai_shard.errors import (
 )
 from penzai_shard.paths import fold_key, fold_paths, matches, nearest, pattern_parts, rename
 
-PARAMETERS = "params/"
-"""What the paths of a train state's parameters begin with."""
+PARAMETERS, OPTIMIZER = "params/", "opt_state/"
+"""What the paths of a train state's parameters begin with, and of what its optimizer keeps."""
 
 # Kinds of problems that ``allow`` lets through.
 _WORDS = ("transpose", "cast", "extra", "blocks")

@@ -21,8 +21,14 @@ from penzai_shard.arrays.kinds import is_deleted, is_key_type, is_struct
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints.filling import Bounds, Source
-from penzai_shard.checkpoints.matching import PARAMETERS, match, read_options
-from penzai_shard.checkpoints.parameters import fill_tree, parameters_of, read_layout, read_tree
+from penzai_shard.checkpoints.matching import match, read_options
+from penzai_shard.checkpoints.parameters import (
+    fill_tree,
+    is_train_state,
+    parameters_of,
+    read_layout,
+    read_tree,
+)
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointMismatchError, Problem, Problems, ShardingError
@@ -97,16 +103,21 @@ def move(
     options = read_options(_CALLED, only=only, except_=except_, others=others, **tolerance)
     sides = [read_tree(_CALLED, side) for side in (tree, into)]
     given, leaves = (name_statistics(side[0]) for side in sides)
-    is_state = _is_state(given)
-    if is_state != _is_state(leaves):
+    is_state = is_train_state(given)
+    if is_state != is_train_state(leaves):
         fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
         problem = Problem("", "only one of the two is a train state", fix, "kind")
         raise CheckpointMismatchError(_HEADLINE, [problem])
     stored, wanted = _choose(given, leaves, is_state), _choose(leaves, given, is_state)
-    records = [{leaf.path: make_record(leaf) for leaf in side} for side in (stored, wanted)]
     own = [x.path for x in wanted if not (is_struct(x.value) or is_deleted(x.value))]
     sources = match(
-        *records, options, headline=_HEADLINE, own=own, is_state=is_state, holder="the tree"
+        {leaf.path: make_record(leaf) for leaf in stored},
+        {leaf.path: make_record(leaf) for leaf in wanted},
+        options,
+        headline=_HEADLINE,
+        own=own,
+        is_state=is_state,
+        holder="the tree",
     )
 
     found, _ = run_inputs({leaf.path: leaf.value for leaf in stored}, _CALLED)
@@ -123,11 +134,6 @@ def move(
                 rows.append(row)
     _report(rows)
     return fill_tree(leaves, sides[1][1], values)
-
-
-def _is_state(leaves: Sequence[Leaf]) -> bool:
-    paths = {leaf.path for leaf in leaves}
-    return "step" in paths and any(path.startswith((PARAMETERS, "opt_state/")) for path in paths)
 
 
 def _choose(leaves: Sequence[Leaf], others: Sequence[Leaf], is_state: bool) -> list[Leaf]:

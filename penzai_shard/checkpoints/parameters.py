@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
 from penzai_shard.arrays.structure import Leaf, Structure
-from penzai_shard.checkpoints.matching import PARAMETERS, Options, match, read_options
+from penzai_shard.checkpoints.matching import OPTIMIZER, PARAMETERS, Options, match, read_options
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record
 from penzai_shard.checkpoints.restoring import restore
 from penzai_shard.checkpoints.saving import begin_save
@@ -303,6 +303,12 @@ def parameters_of(leaves: Sequence[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.role == "parameter" or not has_roles]
 
 
+def is_train_state(leaves: Sequence[Leaf]) -> bool:
+    """Whether the arrays are those of a train state, of this library or of another."""
+    paths = {leaf.path for leaf in leaves}
+    return "step" in paths and any(path.startswith((PARAMETERS, OPTIMIZER)) for path in paths)
+
+
 def fill_tree(leaves: Sequence[Leaf], structure: Structure, values: Mapping[str, Any]) -> Any:
     """The tree with other values by path, in new variables; those around structs become mutable."""
     filled = [values.get(leaf.path, leaf.value) for leaf in leaves]
@@ -344,7 +350,7 @@ def read_layout(
     return {leaf.path: own.sharding for leaf, own in planned}
 
 
-def _find_parameters(
+def find_parameters(
     stored: Mapping[str, ArrayRecord], wanted: Collection[str], others: Collection[str]
 ) -> tuple[str, dict[str, ArrayRecord]]:
     """The parameters in a checkpoint of a whole tree, and what their names begin with there."""
@@ -403,7 +409,7 @@ def restore_tree(
             raise CheckpointMismatchError(headline, [problem])
         start, stored = "", manifest.records
         if manifest.kind == "train_state" and not is_state:
-            start, stored = _find_parameters(stored, records, others)
+            start, stored = find_parameters(stored, records, others)
         sources = match(stored, records, options, headline=headline, own=own, is_state=is_state)
         first = {name: stored[source.stored[0]] for name, source in sources.items()}
         # What others wrote has no checksums, and no names that could be absent on purpose.

@@ -77,6 +77,43 @@ def bill(context: click.Context, base: str, head: str, tolerance: float, debug: 
     context.exit(int(grew))
 
 
+@penzai_shard.group()
+def checkpoint() -> None:
+    """Look at checkpoints and safetensors files."""
+
+
+@checkpoint.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def show(path: str, as_json: bool, show_all: bool, debug: bool) -> None:
+    """Print what PATH holds: a checkpoint, safetensors files, or the folder of a run."""
+    from penzai_shard.checkpoints.reports import describe_checkpoint
+    from penzai_shard.cli.checkpoint import print_report
+
+    print_report(describe_checkpoint(path), as_json, show_all)
+
+
+@checkpoint.command()
+@click.argument("first")
+@click.argument("second")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def compare(
+    context: click.Context, first: str, second: str, as_json: bool, show_all: bool, debug: bool
+) -> None:
+    """Print in what two checkpoints differ. The exit status is 1 if they do."""
+    from penzai_shard.checkpoints.reports import compare_checkpoints
+    from penzai_shard.cli.checkpoint import print_report
+
+    report = compare_checkpoints(first, second)
+    print_report(report, as_json, show_all)
+    context.exit(int(not report))
+
+
 @penzai_shard.command()
 @click.option("--out", type=click.Path(path_type=pathlib.Path), help="Keep the checkpoint here.")
 def demo(out: pathlib.Path | None) -> None:

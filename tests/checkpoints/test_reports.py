@@ -1,0 +1,190 @@
+"""What reports say of checkpoints, of two of them, and of damaged ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.checkpoints.reports import (
+    compare_checkpoints,
+    describe_checkpoint,
+    verify_checkpoint,
+)
+from tests.checkpoints.safetensors_files import write_tensors
+from tests.checkpoints.trees import structs_of
+from tests.models import counted_mlp, model
+
+WIDE = pzs.make_mesh({"data": 4, "model": 2})
+RULES = {"features": "data", "features_out": "model"}
+MLP = model("penzai mlp")
+FIRST = "mlp/Affine_0/Linear.weights"
+
+
+def rows_of(report):
+    rows = report.to_data()["rows"]
+    assert len({row["path"] for row in rows}) == len(rows)
+    return {row.pop("path"): row for row in rows}
+
+
+def whats(report):
+    return {path: row["what"] for path, row in rows_of(report).items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    placed = pzs.place(MLP, WIDE, RULES, on_indivisible="replicate")
+    return pzs.save_params(tmp_path_factory.mktemp("saved") / "mlp", placed)
+
+
+@pytest.fixture(scope="module")
+def state_path(tmp_path_factory):
+    state = pzs.TrainState.initial_state(MLP, optax.adam(1e-3), jax.random.key(0))
+    return pzs.save_train_state(tmp_path_factory.mktemp("saved") / "state", state)
+
+
+# What one holds
+
+
+def test_describe_checkpoint_of_parameters(saved):
+    report = describe_checkpoint(saved)
+    assert report.facts == {"path": saved, "kind": "params", "mesh": {"data": 4, "model": 2}}
+    row = rows_of(report)[FIRST]
+    assert row["axes"] == "features=8/data, features_out=16/model"
+    assert (row["dtype"], row["size"], len(row["checksum"])) == ("float32", 512, 16)
+    assert FIRST in str(report)
+
+
+def test_describe_checkpoint_of_other_programs(tmp_path):
+    tree = {"w": jnp.ones((2, 4)), "v": np.ones(3, np.int32)}
+    ocp_v1.save(tmp_path / "plain", tree)
+    write_tensors(tmp_path / "model.safetensors", {k: np.asarray(v) for k, v in tree.items()})
+    for path in (tmp_path / "plain", tmp_path / "model.safetensors"):
+        report = describe_checkpoint(path)
+        rows = rows_of(report)
+        assert {path: (row["axes"], row["dtype"]) for path, row in rows.items()} == {
+            "v": ("3", "int32"),
+            "w": ("2, 4", "float32"),
+        }
+        assert len(report.notes) >= 2
+        verified = verify_checkpoint(path)
+        assert verified.ok
+        assert {row["state"] for row in rows_of(verified).values()} == {"unchecked"}
+        # Numbers without checksums are read.
+        assert compare_checkpoints(path, tree).ok
+        assert whats(compare_checkpoints(path, tree | {"v": np.zeros(3, np.int32)})) == {
+            "v": "values"
+        }
+
+
+def test_describe_checkpoint_of_a_run(tmp_path):
+    metrics = {1: {"loss": 2.0}, 2: {"loss": 1.5, "accuracy": 0.25}, 3: None}
+    with pzs.CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as manager:
+        for step, numbers in metrics.items():
+            manager.save(step, {"step": jnp.int32(step), "w": jnp.ones(256)}, numbers)
+    (tmp_path / "step_00000003" / "_CHECKPOINT_METADATA").write_text("{}")
+    report = describe_checkpoint(tmp_path)
+    rows = report.to_data()["rows"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["loss"] for row in rows] == [2.0, 1.5, None]
+    assert [row["accuracy"] for row in rows] == [None, 0.25, None]
+    assert [row["size"] for row in rows] == [1028, 1028, None]
+    assert not report.ok
+    assert rows[2][""]
+
+
+def test_reports_of_nothing(tmp_path):
+    for report in (
+        describe_checkpoint,
+        verify_checkpoint,
+        lambda path: compare_checkpoints({}, path),
+    ):
+        with pytest.raises((pzs.CheckpointNotFoundError, pzs.RuleTypeError)):
+            report(tmp_path)
+
+
+# In what two differ
+
+
+def test_compare_checkpoints_names_every_difference(tmp_path):
+    first = {
+        "same": pz.nx.ones({"a": 2, "b": 3}),
+        "values": jnp.arange(6.0),
+        "axes": pz.nx.ones({"a": 2}),
+        "order": pz.nx.ones({"a": 2, "b": 3}),
+        "order, sizes": pz.nx.ones({"a": 2, "b": 3}),
+        "sizes": jnp.ones(3),
+        "dtype": jnp.ones(3),
+        "sizes, dtype": jnp.ones(3),
+        "keys": jax.random.key(1),
+        "only in first": jnp.ones(1),
+    }
+    second = {
+        "same": first["same"],
+        "values": jnp.arange(6.0)[::-1],
+        "axes": pz.nx.ones({"c": 2}),
+        "order": pz.nx.ones({"b": 3, "a": 2}),
+        "order, sizes": pz.nx.ones({"b": 2, "a": 2}),
+        "sizes": jnp.ones(4),
+        "dtype": jnp.ones(3, jnp.bfloat16),
+        "sizes, dtype": jnp.ones((3, 1), jnp.int8),
+        "keys": jax.random.key(2),
+        "only in second": jnp.ones(1),
+    }
+    paths = [pzs.save_params(tmp_path / n, t) for n, t in (("a", first), ("b", second))]
+    expected = {path: path for path in {**first, **second} if path not in ("same", "keys")}
+    for sides in ([paths[0], paths[1]], [paths[0], second], [first, paths[1]], [first, second]):
+        report = compare_checkpoints(*sides)
+        assert whats(report) == expected | {"keys": "values"}
+        assert not report.ok
+    for sides in ([paths[0], first], [second, paths[1]], [paths[0], paths[0]]):
+        assert compare_checkpoints(*sides).ok
+    report = compare_checkpoints(paths[0], structs_of(first))
+    assert report.ok
+    assert report.notes
+
+
+def test_compare_checkpoints_of_parameters_states_and_models(saved, state_path, tmp_path):
+    state = pzs.TrainState.initial_state(MLP, optax.adam(1e-3), jax.random.key(0))
+    counted = pzs.save_train_state(tmp_path / "counted", counted_mlp())
+    equal = [saved, state_path, state, MLP, pzs.param_dict(MLP), counted_mlp()]
+    for first in equal[:3]:
+        for second in equal:
+            assert compare_checkpoints(first, second).ok, (first, second)
+    assert whats(compare_checkpoints(counted, MLP)) == {"count": "only in first"}
+    later = state.replace(step=state.step + 1)
+    assert whats(compare_checkpoints(state_path, later)) == {"step": "values"}
+    without = pzs.TrainState.initial_state(MLP, optax.sgd(1e-3), jax.random.key(0))
+    found = whats(compare_checkpoints(state_path, without))
+    assert found
+    assert set(found.values()) == {"only in first"}
+    assert all(path.startswith("opt_state/") for path in found)
+
+
+# Whether it is as it was saved
+
+
+def test_verify_checkpoint_names_what_is_damaged(tmp_path):
+    arrays = {f"w{i}": jax.random.normal(jax.random.key(i), (256, 1024)) for i in range(3)}
+    path = pzs.save_params(tmp_path / "a", arrays | {"empty": jnp.ones((0, 2))})
+    report = verify_checkpoint(path, progress=False)
+    assert report.ok
+    assert {row["state"] for row in rows_of(report).values()} == {"ok"}
+    # Another save's data in the place of an array's: each can be read, and some are not the same.
+    other = pzs.save_params(tmp_path / "b", {path: x + 1 for path, x in arrays.items()})
+    (tmp_path / "a" / "state").rename(tmp_path / "old")
+    (tmp_path / "b" / "state").rename(tmp_path / "a" / "state")
+    report = verify_checkpoint(path)
+    states = {name: row["state"] for name, row in rows_of(report).items()}
+    assert states == {**dict.fromkeys(arrays, "damaged"), "empty": "ok"}
+    assert (report.ok, report.rows[0][0]) == (False, "w0")
+    assert rows_of(verify_checkpoint(other)).keys() == arrays.keys()
+    assert {row["state"] for row in rows_of(verify_checkpoint(other)).values()} == {"unreadable"}
+    # Its metadata.
+    (tmp_path / "a" / "_CHECKPOINT_METADATA").write_text("{}")
+    report = verify_checkpoint(path)
+    assert not report.ok
+    assert {row["state"] for row in rows_of(report).values()} == {"unreadable"}
