@@ -8,7 +8,6 @@ the bytes that it reads; ours are counted where parts of tensors are looked at.
 """
 
 import argparse
-import json
 import logging
 import os
 import pathlib
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding
-from restore import PeakMemory, array_shapes
+from restore import PeakMemory, array_shapes, write_safetensors
 
 import penzai_shard as pzs
 from penzai_shard.checkpoints.tensor_files import TensorStore
@@ -39,16 +38,9 @@ BYTES_READ = "/jax/orbax/read/safetensors/bytes_read"
 
 
 def save(path: pathlib.Path, mib: int) -> None:
-    """Writes a file as its format says, one tensor after the other."""
-    rng, header, end = np.random.default_rng(0), {}, 0
-    for name, shape in array_shapes(mib).items():
-        start, end = end, end + 4 * shape[0] * shape[1]
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in array_shapes(mib).values():
-            file.write(rng.standard_normal(shape, np.float32).tobytes())
+    rng, shapes = np.random.default_rng(0), array_shapes(mib)
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    write_safetensors(path, arrays, {})
 
 
 def restorer(path: pathlib.Path, way: str, layout: str, mib: int) -> Callable[[], Any]:

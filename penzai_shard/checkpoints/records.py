@@ -215,15 +215,19 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return Manifest(str(final), None, records, metadata, store)
 
 
+def _can_be_read(path: pathlib.Path) -> bool:
+    return is_checkpoint(path) or tensor_files.is_tensors(path)
+
+
 def _explain_absence(final: pathlib.Path) -> Problem:
     # Either of the last two pieces of the path may be misspelt, or it may be inside.
     beside = {path.name: path for path in final.parent.glob("*")}
     elsewhere = {path.name: path / final.name for path in final.parent.parent.glob("*")}
     found = []
     for name, paths in ((final.name, beside), (final.parent.name, elsewhere)):
-        near = nearest(name, [other for other, path in paths.items() if is_checkpoint(path)])
+        near = nearest(name, [other for other, path in paths.items() if _can_be_read(path)])
         found += [paths[near]] if near else []
-    found += sorted(filter(is_checkpoint, final.glob("*")), reverse=True)
+    found += sorted(filter(_can_be_read, final.glob("*")), reverse=True)
     fix = f"Write '{found[0]}'." if found else "Write the path that saving returned."
     return Problem(str(final), "it is no checkpoint", fix)
 

@@ -37,7 +37,7 @@ _MAPPED_BYTES = 8 * 2**20
 
 def is_tensors(path: pathlib.Path) -> bool:
     """Whether a path is a safetensors file, an index of such files, or a folder with either."""
-    files = path.iterdir() if path.is_dir() else [path] if os.path.lexists(path) else []
+    files = path.glob("*") if path.is_dir() else [path] if os.path.lexists(path) else []
     return any(file.name.endswith((SUFFIX, _INDEX_SUFFIX)) for file in files)
 
 
@@ -84,7 +84,7 @@ class TensorStore:
                 damaged[file.name] = f"it is no whole safetensors file: {error!s:.100}"
                 continue
             for name in tensors.keys() & homes.keys():
-                damaged[name] = f"it is in {homes[name]} and in {file.name}"
+                damaged[name] = f"{homes[name]} and {file.name} have it; give the path of one"
             homes |= dict.fromkeys(tensors, file.name)
             self._tensors |= tensors
         for name, home in weight_map.items() ^ homes.items() if weight_map else ():

@@ -200,11 +200,20 @@ def test_read_manifest_of_other_forms_says_what_to_do(tmp_path, monkeypatch):
         with pytest.raises(pzs.CheckpointNotFoundError) as caught:
             read_manifest(path)
         assert fix in caught.value.problems[0].fix
+    write_tensors(tmp_path / "model.safetensors", TENSORS)
+    with pytest.raises(pzs.CheckpointNotFoundError, match=r"Write '.*/model.safetensors'"):
+        read_manifest(tmp_path / "modle.safetensors")
     pointer = tmp_path / "model.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     with pytest.raises(pzs.CheckpointDamagedError, match="run git lfs pull") as caught:
         read_manifest(pointer)
     assert paths_of(caught) == {pointer.name}
+
+
+def test_restore_train_state_refuses_files_of_tensors(tmp_path):
+    write_tensors(tmp_path / "model.safetensors", TENSORS)
+    with pytest.raises(pzs.CheckpointMismatchError, match="restore_params"):
+        pzs.restore_train_state(tmp_path, MODEL)
 
 
 def test_restore_params_refuses_a_dtype_that_numpy_does_not_have(tmp_path):
