@@ -293,7 +293,8 @@ class Layout(LayoutPresets, LayoutFiles):
             on_unnamed: As for ``make_plan``.
             **step_options: Options of ``build_train_step_fn``, and ``loss_fn_state``, ``trainable``
                 and ``plain_arrays`` of ``TrainState.initial_state``. The step donates the state
-                unless ``donate_params_and_state=False``.
+                unless ``donate_params_and_state=False``, and reports the loss unless
+                ``step_metrics=()``.
 
         Returns:
             The state, whose ``model`` is the edited one, and the step.
@@ -327,6 +328,7 @@ class Layout(LayoutPresets, LayoutFiles):
                 opt_arrays = jax.tree.map(with_strong_type, init(made.trained_arrays))
                 state = dataclasses.replace(made, opt_arrays=opt_arrays, template=state.template)
         step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
+        step_options.setdefault("step_metrics", ["loss"])
         step_options["train_state_shardings"] = shardings
         return state, build_train_step_fn(layout.computing(loss_fn, mesh), **step_options)
 

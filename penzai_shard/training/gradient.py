@@ -134,7 +134,8 @@ def update(
         state: The state.
         shardings: Where its parameters and moments lie.
         inputs: The inputs of the loss function.
-        metrics: What is added to the outputs: ``"loss"``, ``"gradient_norm"``.
+        metrics: What is added to the outputs where it is not there: ``"loss"``,
+            ``"gradient_norm"``.
     """
     trained, optimizer = state.trained_arrays, state.optimizer_def
     loss, gradients, carry, aux = run_loss(call, state, shardings, inputs, with_grads=True)
@@ -161,9 +162,10 @@ def update(
     if metrics:
         if not isinstance(aux, dict | None):
             problem = Problem("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
-            raise ShardingError("step_metrics are added to a dictionary:", [problem])
+            raise ShardingError("step_metrics, as the loss, go to a dictionary:", [problem])
         values = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        aux = (aux or {}) | {name: values[name] for name in metrics}
+        # What the loss function reports under these names stays.
+        aux = {name: values[name] for name in metrics} | (aux or {})
     return (after["params"], after["opt_state"], *carry), state.step + 1, aux
 
 

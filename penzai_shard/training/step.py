@@ -283,8 +283,8 @@ def build_train_step_fn(
             of ``""`` for all others; for a pair of a sum and a count also ``"ratio"``, with a
             quotient in its place. By default floats are averaged, and named arrays with the batch
             axis concatenated; of plain arrays that have the dimension ``batch_axis`` it is said.
-        step_metrics: What is added to the outputs, a dictionary then: ``"loss"``,
-            ``"gradient_norm"``.
+        step_metrics: What is added to the outputs, a dictionary then, if it is not there:
+            ``"loss"``, ``"gradient_norm"``.
         manual_axes: The mesh axes over which each device computes the loss of its own examples, as
             code under ``jax.shard_map`` is written; other mesh axes are left to the compiler. The
             loss function gets a device's examples, all of everything else, and ``rng`` folded with

@@ -106,9 +106,10 @@ class TrainState:
         """
         called = "TrainState.initial_state"
         is_optimizer = all(callable(getattr(optimizer_def, x, None)) for x in ("init", "update"))
+        seed = root_rng if isinstance(root_rng, int) else 0
         checks = {
             "optimizer_def": (optimizer_def, is_optimizer, "optax.adam(1e-3)"),
-            "root_rng": (root_rng, _is_key(root_rng), "jax.random.key(0)"),
+            "root_rng": (root_rng, _is_key(root_rng), f"jax.random.key({seed})"),
         }
         check_arguments(called, checks)
         arrays, template = split_model(model, optimizer_def, trainable, plain_arrays)

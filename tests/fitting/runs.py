@@ -20,6 +20,7 @@ import penzai_shard as pzs
 from penzai_shard.fitting.fit import fit
 
 RULES = {"batch": "data"}
+OPTIMIZER = optax.adam(0.125)
 
 
 @functools.cache
@@ -48,7 +49,7 @@ EVALUATE = pzs.build_eval_step_fn(loss_fn)
 def initial(weights=None, placed=True):
     model = {"w": pz.nx.wrap(jnp.zeros(4) if weights is None else weights, "features")}
     model = pzs.place(model, mesh(), {"features": None}) if placed else model
-    return pzs.TrainState.initial_state(model, optax.adam(0.125), jax.random.key(0))
+    return pzs.TrainState.initial_state(model, OPTIMIZER, jax.random.key(0))
 
 
 def make_batch(number):

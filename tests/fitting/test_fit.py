@@ -72,6 +72,30 @@ def test_fit_finds_the_loss(report, loss, expected):
     assert train(step=step, loss=loss)[1] == expected()
 
 
+def test_fit_finds_the_loss_of_a_step_of_a_layout():
+    def loss_fn(model, rng, state, x):
+        loss, *_ = runs.loss_fn(model, rng, state, x)
+        # Its own number of this name stays.
+        return loss, state, {"loss": 2 * loss} if is_own else {}
+
+    def make_model():
+        return {"w": pz.nx.zeros({"features": 4})}
+
+    def build(optimizer, rng):
+        layout, where = pzs.Layout.data_parallel("data", blocks=()), {"mesh": runs.mesh()}
+        return layout.build(make_model, loss_fn=loss_fn, optimizer=optimizer, rng=rng, **where)
+
+    for is_own in (False, True):
+        state, step = build(runs.OPTIMIZER, jax.random.key(0))
+        expected = np.array(losses_by_hand()[:2]) * (2 if is_own else 1)
+        np.testing.assert_allclose(train(state=state, step=step, steps=2)[1], expected, rtol=1e-6)
+    # A factory in place of an optimizer, a seed in place of a key.
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        build(optax.adam, 1)
+    fixes = [problem.fix for problem in caught.value.problems]
+    assert fixes == ["Write optax.adam(1e-3).", "Write jax.random.key(1)."]
+
+
 def test_fit_refuses_a_loss_that_is_no_number():
     for loss in ("cost", "weights"):
         with pytest.raises(pzs.RuleTypeError) as caught:
