@@ -54,7 +54,7 @@ def build_model(config: ModelConfig, **options: Any) -> Any:
     Options and errors are those of ``make_initializer``.
     """
     model = make_initializer(config, **options)(None)
-    # The parameters of all blocks are as those of the first, which is traced 30 times as fast as 80.
+    # The parameters of all blocks are as those of the first: one is traced 30 times as fast as 80.
     count = len(config.layers) if options.get("use_layer_stack") else 1
     values = {**config.values, "num_hidden_layers": count}
     first = dataclasses.replace(config, values=values, layers=config.layers[:count])

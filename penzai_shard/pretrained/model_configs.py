@@ -214,7 +214,7 @@ def _instance(kind: type, default: Any = None) -> _Attribute:
 
 def _flatten_rope(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Attributes with what is said of rotary positions as ``rope_parameters/rope_theta``."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in given.items():
         is_rope = isinstance(value, Mapping) and f"{path}{name}".startswith("rope_")
         flat |= _flatten_rope(value, f"{path}{name}/") if is_rope else {f"{path}{name}": value}

@@ -3,7 +3,14 @@
 The shapes stand here once more, by hand, so that a mistake in a table of the library shows.
 """
 
+import sys
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from penzai.models.transformer.variants import gemma, gpt_neox, llamalike_common
 
 _SIZES = {
     "hidden_size": 32,
@@ -167,3 +174,107 @@ def draw_tensors(name, dtype="float32", seed=0):
         return (0.3 * noise if len(shape) == 1 else noise / shape[1] ** 0.5).astype(dtype)
 
     return {tensor: draw(shape) for tensor, shape in shapes(name).items()}
+
+
+def convert_by_penzai(name, tensors, use_layer_stack=False):
+    """The model that Penzai's own converter makes; of Gemma 3, which it lacks, that of Gemma 2."""
+    config = CONFIGS[name]
+    config = config.get("text_config", config)
+    if config["model_type"].startswith("gemma"):
+        return _convert_gemma(config, tensors, use_layer_stack)
+    defaults = {"rope_theta": 10000.0, "hidden_act": "silu", "rotary_emb_base": 10000.0}
+    attributes = {"rms_norm_eps": 1e-6, **defaults, **config}
+
+    class GPTNeoXForCausalLM:
+        config = types.SimpleNamespace(**attributes, to_dict=lambda: attributes)
+        dtype = f"torch.{next(iter(tensors.values())).dtype}"
+
+        def state_dict(self):
+            embeddings = tensors.get("model.embed_tokens.weight")
+            every = {"lm_head.weight": embeddings, **tensors}
+            return {key: jnp.asarray(tensor) for key, tensor in every.items() if tensor is not None}
+
+    model = GPTNeoXForCausalLM()
+    if name != "gpt_neox":
+        return llamalike_common.llamalike_from_huggingface_model(
+            model, use_layer_stack=use_layer_stack
+        )
+    library = types.SimpleNamespace(
+        GPTNeoXForCausalLM=GPTNeoXForCausalLM, GPTNeoXConfig=lambda: model.config
+    )
+    with mock.patch.dict(sys.modules, transformers=library):
+        return gpt_neox.gpt_neox_from_huggingface_model(model, use_layer_stack=use_layer_stack)
+
+
+def _convert_gemma(config, tensors, use_layer_stack):
+    """By way of the arrays that Google publishes for Flax, which Penzai's converter takes."""
+    kind, hidden, size = config["model_type"], config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    tensors = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
+    preset = {
+        "num_decoder_blocks": config["num_hidden_layers"],
+        "vocab_size": config["vocab_size"],
+        "num_kv_heads": keys,
+        "query_head_multiplier": queries // keys,
+        "embedding_dim": hidden,
+        "projection_dim": size,
+        "mlp_hidden_dim": config["intermediate_size"],
+        "rms_norm_eps": config["rms_norm_eps"],
+    }
+    norms = {
+        "pre_attention_norm": "input_layernorm",
+        "pre_ffw_norm": "post_attention_layernorm",
+    }
+    if kind != "gemma":
+        norms |= {
+            "post_attention_norm": "post_attention_layernorm",
+            "pre_ffw_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        }
+        slides = llamalike_common.AttentionTypeSlidingWindowCausal(config.get("sliding_window", 1))
+        both = (slides, llamalike_common.AttentionTypeGlobalCausal())
+        alike = config.get("layer_types") == ["full_attention"] * 2
+        is_gemma_2 = kind == "gemma2"
+        preset |= {
+            "use_post_attn_norm": True,
+            "use_post_ffw_norm": True,
+            "attention_type": both[1] if alike else both,
+            "attn_logits_soft_cap": config.get(
+                "attn_logit_softcapping", 50.0 if is_gemma_2 else None
+            ),
+            "final_logit_softcap": config.get(
+                "final_logit_softcapping", 30.0 if is_gemma_2 else None
+            ),
+            "query_scaling_factor": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        }
+    arrays = {
+        "embedder": {"input_embedding": tensors["model.embed_tokens.weight"]},
+        "final_norm": {"scale": tensors["model.norm.weight"]},
+    }
+    for number in range(config["num_hidden_layers"]):
+        own = {
+            key.removeprefix(f"model.layers.{number}.").removesuffix(".weight"): tensor
+            for key, tensor in tensors.items()
+        }
+        heads = {
+            each: own[f"self_attn.{each}_proj"].reshape(-1, size, hidden).transpose(0, 2, 1)
+            for each in "qkv"
+        }
+        layer = {flax: {"scale": own[torch]} for flax, torch in norms.items()}
+        layer["mlp/gating_einsum"] = {"w": np.stack([own["mlp.gate_proj"], own["mlp.up_proj"]])}
+        layer["mlp/linear"] = {"w": own["mlp.down_proj"].T}
+        layer["attn/attn_vec_einsum"] = {"w": own["self_attn.o_proj"].T.reshape(-1, size, hidden)}
+        if queries == keys:
+            layer["attn/qkv_einsum"] = {"w": np.stack([*heads.values()])}
+        else:
+            layer["attn/q_einsum"] = {"w": heads["q"]}
+            layer["attn/kv_einsum"] = {"w": np.stack([heads["k"], heads["v"]])}
+        arrays |= {f"layer_{number}/{key}": value for key, value in layer.items()}
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    with (
+        mock.patch.dict(gemma._GEMMA_PRESETS, here=preset),
+        mock.patch.dict(gemma._NEEDS_GATING_TRANSPOSE, here=True),
+    ):
+        return gemma.gemma_from_pretrained_checkpoint(
+            arrays, use_layer_stack=use_layer_stack, preset_name="here"
+        )

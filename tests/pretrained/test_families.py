@@ -1,0 +1,199 @@
+"""Models of configurations: the paths and axes of Penzai's own, and what their layers compute."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from penzai import pz
+
+from penzai_shard import make_mesh, make_plan, param_dict, sharded_init, tensor_parallel
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
+from penzai_shard.placement.sharded_init import abstract_model
+from penzai_shard.pretrained.families import (
+    FAMILIES,
+    build_model,
+    family_of,
+    make_initializer,
+    model_of_config,
+)
+from penzai_shard.pretrained.model_configs import read_config
+from tests.pretrained.models import CONFIGS, convert_by_penzai, draw_tensors, shapes
+
+STACKS = [name for name in CONFIGS if name not in ("gemma2", "gemma3", "gemma3_images")]
+EVERY = [(name, False) for name in CONFIGS] + [(name, True) for name in STACKS]
+
+
+def rows(model):
+    return [(x.path, x.names, x.shape, str(x.dtype), x.role) for x in leaves_of(model)]
+
+
+@pytest.mark.parametrize(("name", "stacked"), EVERY)
+def test_model_of_config_has_the_paths_axes_and_sizes_of_penzais_converter(name, stacked):
+    expected = {
+        path: dict(value.named_shape)
+        for path, value in param_dict(
+            convert_by_penzai(name, draw_tensors(name), use_layer_stack=stacked)
+        ).items()
+    }
+    if name.startswith("gemma3"):
+        for block in range(2):
+            for norm in ("query_norm", "key_norm"):
+                path = f"transformer/block_{block}/attention/{norm}/scale.weights"
+                expected[path] = {"projection": 16}
+    found = param_dict(model_of_config(CONFIGS[name], use_layer_stack=stacked))
+    assert {path: dict(value.named_shape) for path, value in found.items()} == expected
+    assert all(value.dtype == jnp.bfloat16 for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    [*((name, False) for name in ("llama", "gemma2", "gemma3", "gpt_neox")), ("mistral", True)],
+)
+def test_build_model_is_the_initializers_model_without_values(name, stacked):
+    config = read_config(CONFIGS[name])
+    options = {"dtype": "float32", "use_layer_stack": stacked}
+    build = make_initializer(config, **options)
+    model = build_model(config, **options)
+    assert rows(model) == rows(abstract_model(build, jax.random.key(0)))
+    # It is called, with another dtype of what it computes with.
+    model = build_model(config, **options | {"dtype": "bfloat16"}, upcast_activations=True)
+    tokens = pz.nx.zeros({"batch": 1, "seq": 3}, jnp.int32)
+    positions = pz.nx.arange("seq", 3)
+    logits = jax.eval_shape(lambda model: model(tokens, token_positions=positions), model)
+    assert dict(logits.named_shape) == {"batch": 1, "seq": 3, "vocabulary": 40}
+    assert logits.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tables_name_every_tensor_and_every_parameter_once(name):
+    config = read_config(CONFIGS[name])
+    family = family_of(config)
+    names, paths = [], []
+    for table, place, block in [
+        (family.tensors, "", ""),
+        *((family.of_block, family.blocks.format(i), f"block_{i}/") for i in range(2)),
+    ]:
+        names += [f"{family.prefix}{place}{tensor}" for tensor in table]
+        own = [line.split(": ")[0] for text in table.values() for line in text.split("; ")]
+        paths += [f"transformer/{block}{path}" for path in own]
+    stored = {tensor for tensor in shapes(name) if not tensor.startswith("vision")}
+    tied = {f"{family.prefix}{tensor}" for tensor in family.tied}
+    assert sorted(names) == sorted(stored | (tied if config["tie_word_embeddings"] else set()))
+    assert sorted(paths) == sorted(param_dict(model_of_config(CONFIGS[name])))
+
+
+def test_initializer_makes_real_numbers_on_a_mesh_and_the_model_runs():
+    mesh = make_mesh({"data": 4, "model": 2})
+    config = read_config(CONFIGS["gemma3"])
+    build = make_initializer(config, dtype="float32")
+    rules = tensor_parallel("model")
+    model = sharded_init(build, jax.random.key(0), mesh=mesh, rules=rules)
+    plan = make_plan(build_model(config, dtype="float32"), mesh, rules)
+    specs = {leaf.path: leaf.value.sharding.spec for leaf in leaves_of(model)}
+    assert specs == {leaf.path: leaf.sharding.spec for leaf in plan.leaves}
+    tokens = pz.nx.wrap(jnp.arange(10).reshape(2, 5)).tag("batch", "seq")
+
+    @jax.jit
+    def run(model):
+        return model(tokens, token_positions=pz.nx.arange("seq", 5))
+
+    unbound, frozen = pz.unbind_params(model, freeze=True)
+    logits = run(pz.bind_variables(unbound, frozen)).unwrap("batch", "seq", "vocabulary")
+    assert np.isfinite(logits).all()
+    assert np.std(logits) > 0.1
+
+
+def test_layers_of_gemma_3_have_positions_windows_and_norms_of_their_own():
+    model = model_of_config(CONFIGS["gemma3"])
+    sliding, full = pz.select(model).at_instances_of(pz.nn.Attention).get_sequence()
+    for attention, window, theta, factor in ((sliding, 3, 1e4, 1.0), (full, None, 1e6, 8.0)):
+        for sequence in (attention.input_to_query, attention.input_to_key):
+            _, norm, rope, *_ = sequence.sublayers
+            (standardize,) = (x for x in norm.sublayers if isinstance(x, pz.nn.RMSStandardize))
+            assert standardize.epsilon == 1e-5
+            assert getattr(rope, "factor", 1.0) == factor
+            assert getattr(rope, "rope", rope).max_wavelength == theta
+        masks = pz.select(attention).at_instances_of(pz.nn.ApplyCausalSlidingWindowAttentionMask)
+        assert [mask.sliding_window_size for mask in masks.get_sequence()] == [window][
+            : masks.count()
+        ]
+        assert masks.count() == (window is not None)
+
+
+def test_positions_that_are_divided_rotate_less():
+    model = model_of_config(CONFIGS["gemma3"])
+    _, full = pz.select(model).at_instances_of(pz.nn.Attention).get_sequence()
+    scaled = full.input_to_key.sublayers[2]
+    inputs = pz.nx.wrap(jnp.arange(32.0).reshape(2, 16)).tag("seq", "projection")
+    divided = scaled(inputs, token_positions=pz.nx.wrap(jnp.array([8, 16])).tag("seq"))
+    plain = scaled.rope(inputs, token_positions=pz.nx.wrap(jnp.array([1, 2])).tag("seq"))
+    np.testing.assert_array_equal(divided.data_array, plain.data_array)
+
+
+@pytest.mark.parametrize(
+    ("listed", "pattern", "windows"),
+    [
+        (None, None, [3, 3, 3, 3, 3, None, 3]),
+        (None, 2, [3, None, 3, None, 3, None, 3]),
+        (["full_attention"] * 6 + ["sliding_attention"], 2, [None] * 6 + [3]),
+    ],
+)
+def test_layers_that_are_not_listed_follow_a_pattern(listed, pattern, windows):
+    changes = {
+        "num_hidden_layers": 7,
+        "layer_types": listed,
+        "sliding_window_pattern": pattern,
+    }
+    config = read_config(CONFIGS["gemma3"] | changes)
+    assert [layer.window for layer in config.layers] == windows
+    build_model(config, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "approximate"), [("gelu_new", True), ("gelu_fast", True), ("gelu", False)]
+)
+def test_the_approximation_of_gelu_has_several_names(name, approximate):
+    model = model_of_config(CONFIGS["gpt_neox"] | {"hidden_act": name})
+    layer = pz.select(model).at_instances_of(pz.nn.Elementwise).get_sequence()[0]
+    assert layer.fn.keywords == {"approximate": approximate}
+
+
+def test_every_norm_of_gpt_neox_has_the_epsilon_of_the_configuration():
+    model = model_of_config(CONFIGS["gpt_neox"])
+    norms = pz.select(model).at_instances_of(pz.nn.Standardize).get_sequence()
+    assert {norm.epsilon for norm in norms} == {1e-3}
+
+
+def test_a_vocabulary_can_be_longer():
+    model = build_model(read_config(CONFIGS["llama"]), dtype="float32", vocabulary=48)
+    found = param_dict(model)
+    for path in ("transformer/embedder.embeddings", "transformer/lm_head.weights"):
+        assert found[path].named_shape["vocabulary"] == 48
+    assert model.metadata.vocab_size == 48
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "path", "fix"),
+    [
+        ("llama", {"dtype": "float16"}, RuleTypeError, "dtype", "dtype='bfloat16'"),
+        ("llama", {"vocabulary": 39}, RuleTypeError, "vocabulary", "greater"),
+        ("gemma2", {"use_layer_stack": True}, CheckpointMismatchError, "use_layer_stack", "Leave"),
+        ("gemma3", {"use_layer_stack": True}, CheckpointMismatchError, "use_layer_stack", "Leave"),
+    ],
+)
+def test_build_model_refuses_options_by_name(name, options, error, path, fix):
+    with pytest.raises(error) as caught:
+        build_model(read_config(CONFIGS[name]), **{"dtype": "float32", **options})
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert fix in problem.fix
+
+
+def test_families_are_those_of_configurations():
+    names = {read_config(config).family for config in CONFIGS.values()}
+    assert names == FAMILIES.keys()
+    assert all(name == family.name for name, family in FAMILIES.items())
+    assert dataclasses.is_dataclass(family_of(read_config("llama-3-8b")))
