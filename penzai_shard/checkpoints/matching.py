@@ -85,6 +85,8 @@ class Options:
 
 
 def _suggest(name: str, known: Iterable[Any]) -> str:
+    if "*" in name:
+        known = dict.fromkeys(map(fold_key, known))
     return f"Write {nearest(name, known) or next(iter(known), '')!r}."
 
 
@@ -192,6 +194,7 @@ class _Matching:
         self._start = PARAMETERS if is_state else ""
         self.problems: list[Problem] = []
         self._wanted = wanted
+        self._wanted_axes = {None, *(name for r in wanted.values() for name in r.names or ())}
         self._stored = self._rename_axes(stored)
         self._names = self._name_state() if is_state else self._name(stored)
         # Dots and slashes part the pieces of a path, so that a flat dictionary fills a nested one.
@@ -253,7 +256,10 @@ class _Matching:
             other = origins.setdefault(pattern_parts(name), path)
             if other != path:
                 what = f"{other!r} and {path!r} both get this path"
-                self.add(name, what, "names", f"Write names={ {path: None, **rules} }.")
+                # What a rule names is wanted more than what is called so.
+                left = other if path in named and other not in named else path
+                fixed = {left: None, **{old: new for old, new in rules.items() if old != left}}
+                self.add(name, what, "names", f"Write names={fixed}.")
         return names
 
     def _name_state(self) -> dict[str, str]:
@@ -340,7 +346,8 @@ class _Matching:
             pairs: dict[Any, Any] = dict(zip(names, wanted_names, strict=False))
             pairs = {old: new for old, new in pairs.items() if old != new}
             fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
-            if stored.shape == wanted.shape and not {None, *wanted_names} & pairs.keys():
+            # An axis that others want under the old name cannot be renamed.
+            if stored.shape == wanted.shape and not self._wanted_axes & pairs.keys():
                 fix = f"Write rename_axes={ {**self._options.rename_axes, **pairs} }."
             self.add(path, f"the logical axes differ: {both}", "axes", fix)
         else:
@@ -367,20 +374,30 @@ class _Matching:
 
     def report_rest(self, missing: Sequence[str]) -> None:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
-        start, names = self._start, self._options.names
+        start = self._start
         # Blocks have one rule, with a wildcard for the number.
-        rest = [name for path, name in self._names.items() if self._left[path]]
-        left = {fold_key(name.removeprefix(start)): "" for name in rest if name.startswith(start)}
+        left = {
+            fold_key(name.removeprefix(start)): fold_key(path.removeprefix(start))
+            for path, name in self._names.items()
+            if self._left[path] and path.startswith(start)
+        }
         find_nearest = functools.cache(lambda key: nearest(key, left) or "")
         for path in missing:
             what = f"{self._holder} has no such array, and {self._wanted[path]} is wanted"
             fix = "Build what was saved, or keep own values: others='keep'."
             new = fold_key(path.removeprefix(start))
-            old = find_nearest(new) if path.startswith(start) else ""
+            old = left.get(find_nearest(new), "") if path.startswith(start) else ""
             if old and old.count("*") == new.count("*"):
-                fix = f"Write names={ {**names, old: new} }."
+                fix = f"Write names={ {old: new, **self._rules_without(old)} }."
             self.add(path, what, "missing", fix)
         for path, name in self._names.items():
             if self._left[path] and self._options.asks_for(name):
                 what = f"{self._holder} has {self._stored[path]}, and the model no such array"
                 self.add(name, f"{what}, or fewer blocks", "extra")
+
+    def _rules_without(self, key: str) -> dict[str, str | None]:
+        """The rules for paths, without those that only the paths of one key fit."""
+        paths = [path.removeprefix(self._start) for path in self._stored]
+        rest = [path for path in paths if fold_key(path) != key]
+        names = self._options.names
+        return {old: new for old, new in names.items() if any(matches(old, x) for x in rest)}
