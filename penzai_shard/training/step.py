@@ -73,6 +73,9 @@ class _Step:
         }
         check_arguments(self.called, checks)
         self.state_shardings, self.input_shardings = on_auto_twin((layout, inputs))
+        if isinstance(self.aux_shardings, dict):
+            # They are those of what the loss function itself reports.
+            self.aux_shardings = dict.fromkeys(metrics) | self.aux_shardings
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         given = self._read_state(args)
@@ -186,13 +189,11 @@ class _Step:
 
         if not self.is_jitted:
             return run_step
-        out_shardings: Any = (None, self.aux_shardings)
-        if self.step_metrics is not None:
-            # A step gives what it got: with any other layout the next one is compiled again.
-            fields, step, _ = jax.tree.map(bound_sharding, state.arguments())
-            out_shardings = (fields, step, self.aux_shardings)
+        # A step gives what it got: with any other layout the next one is compiled again.
+        fields, step, _ = jax.tree.map(bound_sharding, state.arguments())
+        first: Any = (None,) if self.step_metrics is None else (fields, step)
         donated = (0,) if self.is_donating else ()
-        return jax.jit(run_step, donate_argnums=donated, out_shardings=out_shardings)
+        return jax.jit(run_step, donate_argnums=donated, out_shardings=(*first, self.aux_shardings))
 
     def _read_state_shardings(self, leaves: Sequence[Leaf]) -> dict[str, NamedSharding]:
         """The declared sharding of arrays of a state by path; those that are bound must have it."""

@@ -82,8 +82,9 @@ def test_fit_finds_the_loss_of_a_step_of_a_layout():
         return {"w": pz.nx.zeros({"features": 4})}
 
     def build(optimizer, rng):
-        layout, where = pzs.Layout.data_parallel("data", blocks=()), {"mesh": runs.mesh()}
-        return layout.build(make_model, loss_fn=loss_fn, optimizer=optimizer, rng=rng, **where)
+        options = {"loss_fn": loss_fn, "aux_output_shardings": {"loss": None} if is_own else {}}
+        layout = pzs.Layout.data_parallel("data", blocks=())
+        return layout.build(make_model, mesh=runs.mesh(), optimizer=optimizer, rng=rng, **options)
 
     for is_own in (False, True):
         state, step = build(runs.OPTIMIZER, jax.random.key(0))
