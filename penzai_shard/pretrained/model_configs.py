@@ -26,6 +26,7 @@ from penzai_shard.paths import join_paths, nearest
 FULL, SLIDING = "full_attention", "sliding_attention"
 _PUBLISHED = pathlib.Path(__file__).parent / "configurations"
 _OWN_MODEL = "Build the model yourself, and load it with into=."
+_COPY = "Copy it from the published config.json."
 _LONGEST, _MOST_LAYERS, _GREATEST = 2**31 - 1, 10_000, 1e300
 _MISSING: Any = object()
 
@@ -208,8 +209,8 @@ def _one_of(*accepted: Any, also: tuple[str, ...] = ()) -> _Attribute:
     return _Attribute("unsupported", text, fits, accepted[0], also)
 
 
-def _instance(kind: type, default: Any = None) -> _Attribute:
-    return _Attribute("unreadable", f"a {kind.__name__}", lambda x: isinstance(x, kind), default)
+def _instance(kind: type, text: str, default: Any = None) -> _Attribute:
+    return _Attribute("unreadable", text, lambda value: isinstance(value, kind), default)
 
 
 def _flatten_rope(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -238,7 +239,8 @@ def _check_attributes(
         for each, one in said.items():
             if not attribute.fits(one):
                 what = f"it is {reprlib.repr(one)}, and has to be {attribute.text}"
-                problems.add(each, what, _OWN_MODEL, attribute.kind)
+                fix = _COPY if attribute.kind == "unreadable" else _OWN_MODEL
+                problems.add(each, what, fix, attribute.kind)
             elif one != value:
                 what = f"it is {reprlib.repr(one)}, and {where} is {reprlib.repr(value)}"
                 problems.add(each, what, "Leave the wrong one out.", "inconsistent")
@@ -258,11 +260,11 @@ def _complete_heads(values: dict[str, Any], problems: Problems) -> None:
     hidden, queries = values["hidden_size"], values["num_attention_heads"]
     keys = values["num_key_value_heads"] = values.get("num_key_value_heads") or queries
     if queries % keys:
-        what, fix = f"{keys} does not divide num_attention_heads", "Correct one of them."
-        problems.add("num_key_value_heads", f"{what}, {queries}", fix)
+        what = f"{keys} does not divide num_attention_heads, {queries}"
+        problems.add("num_key_value_heads", what, _COPY)
     if values["head_dim"] is None and hidden % queries:
-        what, fix = f"{queries} does not divide hidden_size", "Correct one of them."
-        problems.add("num_attention_heads", f"{what}, {hidden}", fix)
+        what = f"{queries} does not divide hidden_size, {hidden}"
+        problems.add("num_attention_heads", what, "Write head_dim, or copy both sizes.")
     size = values["head_dim"] = values["head_dim"] or hidden // queries
     rotated = values["rotated"] = int(values["partial_rotary_factor"] * size)
     if not 0 < rotated <= size or rotated % 2:
@@ -293,7 +295,7 @@ def _read_mixed_layers(values: dict[str, Any], problems: Problems) -> Sequence[L
     ]
     if len(listed) != count or not all(kind in kinds for kind in listed):
         what = f"it is {reprlib.repr(listed)}, and has to name {FULL} or {SLIDING} {count} times"
-        problems.add("layer_types", what, "Correct it.")
+        problems.add("layer_types", what, _COPY)
         return ()
     if SLIDING in listed and window is None:
         problems.add("sliding_window", "it is null, and layers slide", "Write its length.")
@@ -369,7 +371,7 @@ _GEMMA_2 = {
     "hidden_act": _one_of("gelu_pytorch_tanh"),
     "sliding_window": _size(4096, "sliding_window_size", or_none=True),
     "sliding_window_pattern": _one_of(2),
-    "layer_types": _instance(list),
+    "layer_types": _instance(list, "a list"),
     "query_pre_attn_scalar": _number(256),
     "attn_logit_softcapping": _number(50.0, or_none=True),
     "final_logit_softcapping": _number(30.0, or_none=True),
@@ -398,10 +400,10 @@ _GEMMA_3_TEXT = {
 }
 _TOKENS = ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")
 _AROUND_TEXT = {
-    "text_config": _instance(Mapping, _MISSING),
-    "vision_config": _instance(Mapping),
+    "text_config": _instance(Mapping, "a table", _MISSING),
+    "vision_config": _instance(Mapping, "a table"),
     "tie_word_embeddings": _one_of(True),
-    **dict.fromkeys(_TOKENS, _instance(int)),
+    **dict.fromkeys(_TOKENS, _instance(int, "a whole number")),
 }
 _NEOX = {
     **_ALL,
