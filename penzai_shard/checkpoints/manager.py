@@ -232,7 +232,7 @@ class CheckpointManager:
             problems.add(self.path, f"it has step {latest} already", "Save to another.")
         names, best = [*(metrics or {})], (self._best or [None])[0]
         if best is not None and best not in names:
-            fix = f"Write metrics={{..., {best!r}: math.nan}} where it is not known."
+            fix = f"Name one of them in best=, or add {{{best!r}: math.nan}} where it is not known."
             problems.add("metrics", f"best= is {best!r}, and they are {names}", fix)
         train_states.check_step(problems, state, step)
         problems.raise_if_any(errors.CheckpointWriteError)

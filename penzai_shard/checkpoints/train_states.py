@@ -72,7 +72,8 @@ def check_step(problems: Problems, train_state: Any, step: int) -> None:
         fix = f"Give a train state, or {{'step': {step}, 'model': model}}."
         problems.add("state", "it has no number 'step'", fix)
     elif own != [step]:
-        problems.add("step", f"it is {step}, and the state's is {own[0]}", f"Write {own[0]}.")
+        fix = f"Write save({own[0]}, state)."
+        problems.add("step", f"it is {step}, and the state's is {own[0]}", fix)
 
 
 def restore_train_state(

@@ -123,7 +123,8 @@ class BatchFeed:
 
 def can_begin_anew(batches: Any) -> bool:
     """Whether batches that were used are found again, as it is known which ones come first."""
-    if not isinstance(batches, Iterator) or hasattr(batches, "set_state"):
+    has_state = hasattr(batches, "get_state") and hasattr(batches, "set_state")
+    if has_state or not isinstance(batches, Iterator):
         return True
     return inspect.isgenerator(batches) and inspect.getgeneratorstate(batches) == "GEN_CREATED"
 
