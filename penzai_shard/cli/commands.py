@@ -20,7 +20,7 @@ def penzai_shard() -> None:
 @penzai_shard.command()
 @click.argument("model")
 @click.option("--mesh", required=True, help="Sizes by name: data=4,model=2. No devices are needed.")
-@click.option("--rules", help="embedding=data,neurons=model, or file.py:NAME. Without: same names.")
+@click.option("--rules", help="embedding=data,neurons=model, a preset, or file.py:NAME.")
 @click.option("--on-indivisible", type=_RELAXED, default="error", help="For lengths.")
 @click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -29,8 +29,9 @@ def penzai_shard() -> None:
 def plan(debug: bool, **options: object) -> None:
     """Print where every array of MODEL lies.
 
-    MODEL is file.py:name or module:name, of a model, or of a function without arguments that builds
-    one. Its arrays are not made.
+    MODEL is a published name such as llama-3-70b, the path of a config.json, or file.py:name or
+    module:name, of a model or of a function without arguments that builds one. Its arrays are not
+    made.
     """
     from penzai_shard.cli.plan import print_plan
 

@@ -11,11 +11,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import MeshError, Problem, RuleTypeError, SelectionError
 from penzai_shard.meshes import AnyMesh, make_mesh
 from penzai_shard.paths import nearest
 from penzai_shard.placement.sharded_init import abstract_model
-from penzai_shard.rules import AxisRules
+from penzai_shard.rules import AxisRules, data_parallel, fully_sharded, tensor_parallel
+
+_PRESETS = {preset.__name__: preset for preset in (data_parallel, fully_sharded, tensor_parallel)}
 
 
 @functools.cache
@@ -34,6 +37,28 @@ def read_object(reference: str) -> Any:
         near = nearest(name, known) or next(iter(known), "name")
         raise _no_object(f"{place} has no {name!r}", f"Write {place}:{near}.")
     return getattr(module, name)
+
+
+def read_model(text: str) -> Any:
+    """The model of a reference, of a published name, or of the path of a ``config.json``.
+
+    What functions build, and what configurations say, has structs in place of arrays.
+
+    Raises:
+        SelectionError: There is no such object, or it needs arguments, or has no arrays.
+        CheckpointNotFoundError: There is no such name or path.
+    """
+    if ":" not in text:
+        from penzai_shard.pretrained.families import model_of_config
+
+        return model_of_config(text)
+    build = read_object(text)
+    # A model can mostly be called too, and has arrays.
+    tree = build if leaves_of(build) or not callable(build) else build_abstract(build)
+    if not leaves_of(tree):
+        fix = "Write the name of a model, or of a function that returns one."
+        raise _no_object(f"{text} has no arrays", fix)
+    return tree
 
 
 def build_abstract(build: Callable[..., Any]) -> Any:
@@ -100,7 +125,9 @@ def read_mesh(text: str) -> AnyMesh:
 
 
 def read_rules(text: str | None) -> AxisRules:
-    """The rules of ``embedding=data,heads=data+model,layers=``, or of a reference to some.
+    """The rules of ``fully_sharded,heads=data+model,layers=``, or of a reference to some.
+
+    A preset splits over the mesh axis that it names itself: ``data``, or ``model``.
 
     Raises:
         RuleTypeError: They cannot be read.
@@ -109,11 +136,13 @@ def read_rules(text: str | None) -> AxisRules:
         return AxisRules(None)
     if ":" in text:
         return AxisRules(read_object(text))
-    text = re.sub(r"\s", "", text)
-    pairs = [part.partition("=") for part in text.split(",") if part]
-    if not all(equals for _, equals, _ in pairs):
-        fix = "Write --rules embedding=data,neurons=model."
-        raise RuleTypeError(
-            "cannot read the command:", [Problem("", f"{text!r} are no rules", fix)]
-        )
-    return AxisRules([(name, tuple(filter(None, axes.split("+")))) for name, _, axes in pairs])
+    rules: list[Any] = []
+    for part in filter(None, re.sub(r"\s", "", text).split(",")):
+        name, equals, axes = part.partition("=")
+        if not equals and name not in _PRESETS:
+            fix = f"Write --rules embedding=data,neurons=model, or {', '.join(_PRESETS)}."
+            problem = Problem("", f"{part!r} is no rule", fix)
+            raise RuleTypeError("cannot read the command:", [problem])
+        own = [(name, tuple(filter(None, axes.split("+"))))]
+        rules += own if equals else _PRESETS[name]().rules
+    return AxisRules(rules)

@@ -2,9 +2,8 @@
 
 import json
 
-from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.cli import inputs
-from penzai_shard.errors import PlanError, Problem, SelectionError
+from penzai_shard.errors import PlanError
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import examine
 
@@ -30,13 +29,7 @@ def print_plan(
         on_indivisible=on_indivisible,
         on_unnamed=on_unnamed,
     )
-    build = inputs.read_object(model)
-    # A model can mostly be called too, and has arrays.
-    tree = build if leaves_of(build) or not callable(build) else inputs.build_abstract(build)
-    if not leaves_of(tree):
-        fix = "Write the name of a model, or of a function that returns one."
-        raise SelectionError("cannot plan:", [Problem("", f"{model} has no arrays", fix)])
-    plan, problems, doubts = examine(tree, request)
+    plan, problems, doubts = examine(inputs.read_model(model), request)
     if as_json:
         data = plan.to_data()
         rows = [{"path": p.path, "what": p.what, "fix": p.fix, "kind": p.kind} for p in problems]

@@ -22,12 +22,22 @@ def build():
 layer = pz.nn.Affine.from_config("layer", jax.random.key(0), {"features": 8}, {"out": 4})
 tree = {"w": pz.nx.ones({"embed": 8})}
 """
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
 INDIVISIBLE = "model.py:build --mesh data=4,model=4 --rules model.py:RULES"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "model", raising=False)
@@ -49,6 +59,9 @@ def run(tmp_path, monkeypatch, capsys):
         ("model.py:build --mesh data=64,model=2 --rules embed=data,mlp=model", "mlp=256/model"),
         ("model:layer --mesh data=4 --rules features=data", "features=8/data"),
         (f"{INDIVISIBLE} --on-indivisible replicate", "replicated"),
+        # A published name, with presets, and the path of a configuration.
+        ("llama-3-70b --mesh data=16,model=8 --rules fully_sharded,tensor_parallel", "131.4 GiB"),
+        ("configs --mesh data=4 --rules fully_sharded", "embedding=1024/data"),
     ],
 )
 def test_plan_prints_a_table_and_needs_no_devices(run, call, answer):
@@ -81,6 +94,7 @@ def test_plan_json_has_rows_and_problems(run):
         ("model.py:build --mesh 4x2", "--mesh data=4,model=2"),
         ("model.py:build --mesh data=4 --rules embed", "--rules embedding=data"),
         ("model.py:build --mesh data=4 --rules embed=dta", "Write 'data'"),
+        ("llama-3-7b --mesh data=4", "Write 'llama-3-70b'; published are gemma-2-9b, "),
     ],
 )
 def test_plan_of_a_mistake_says_what_to_write(run, call, fix):
