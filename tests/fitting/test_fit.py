@@ -303,6 +303,14 @@ def test_fit_keeps_regular_and_best_checkpoints(tmp_path):
     assert manager.extra(8) == {"batches": {"used": 8, "iterator": None}}
 
 
+def test_fit_saves_between_evaluations_whose_metric_is_best(tmp_path):
+    losses, best = iter([1.0, 2.0]), ("evaluation", "min")
+    evaluation = {**EVALUATION, "eval_step": lambda state, x: next(losses), "evaluate_every": 2}
+    train(checkpoint=tmp_path, save_every=1, steps=3, keep=None, best=best, **evaluation)
+    manager = CheckpointManager(tmp_path, best=best)
+    assert (manager.steps(), manager.best) == ([1, 2, 3], 2)
+
+
 def test_fit_refuses_a_metric_that_never_comes(tmp_path):
     with pytest.raises(pzs.RuleTypeError) as caught:
         train(checkpoint=tmp_path, save_every=2, best=("accuracy", "max"))
