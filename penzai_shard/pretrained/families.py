@@ -154,7 +154,8 @@ def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
             def change(rope: pz.nn.ApplyRoPE) -> Any:
                 if rope.max_wavelength != layer.theta:
                     rope = dataclasses.replace(rope, max_wavelength=layer.theta)
-                return rope if layer.factor == 1.0 else ApplyScaledRoPE(rope, layer.factor)
+                scaled = ApplyScaledRoPE(rope, layer.factor, layer.bands)
+                return rope if layer.factor == 1.0 else scaled
 
             return pz.select(attention).at_instances_of(pz.nn.ApplyRoPE).apply(change)
 
@@ -238,18 +239,37 @@ def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
 class ApplyScaledRoPE(pz.nn.Layer):  # type: ignore[misc]
     """Rotary embeddings of positions that are divided by a number, so that longer texts fit.
 
+    Llama 3.1 divides slow rotations only (model card of meta-llama/Llama-3.1-8B, "RoPE scaling").
+
     Attributes:
-        rope: The rotary embeddings.
+        rope: The rotary embeddings that are changed.
         factor: What positions are divided by.
+        bands: As ``Layer.bands``.
     """
 
     rope: pz.nn.ApplyRoPE
     factor: float = dataclasses.field(metadata={"pytree_node": False})
+    bands: Any = dataclasses.field(metadata={"pytree_node": False})
 
     def __call__(self, inputs: pz.nx.NamedArray, **side_inputs: Any) -> pz.nx.NamedArray:
         """Rotates each position."""
-        name = self.rope.positions_input_name
-        return self.rope(inputs, **{**side_inputs, name: side_inputs[name] / self.factor})
+
+        def rotate(head: jax.Array, position: jax.Array) -> jax.Array:
+            half = len(head) // 2
+            frequencies = self.rope.max_wavelength ** (-jnp.arange(half) / half)
+            kept: Any = 0.0
+            if self.bands is not None:
+                slow, fast, length = self.bands
+                turns = length * frequencies / (2 * jnp.pi)
+                kept = jnp.clip((turns - slow) / (fast - slow), 0, 1)
+            angles = position * frequencies * (kept + (1 - kept) / self.factor)
+            sin, cos = jnp.sin(angles), jnp.cos(angles)
+            first, second = jnp.split(head, 2)
+            return jnp.concatenate([first * cos - second * sin, second * cos + first * sin])
+
+        axis, positions = self.rope.embedding_axis, side_inputs[self.rope.positions_input_name]
+        rotated = pz.nx.nmap(rotate)(inputs.untag(axis), positions).tag(axis)
+        return rotated.astype(inputs.dtype)
 
 
 # Tensors

@@ -49,12 +49,15 @@ class Layer:
     Attributes:
         window: How many positions a token attends to; None for all before it.
         theta: The base of the wavelengths of rotary positions.
-        factor: By how much positions are divided.
+        factor: By how much positions are divided, so that longer texts fit.
+        bands: If only slow rotations are divided: how often these turn at most in texts of the
+            length behind, and how often those turn that are not divided; None for all.
     """
 
     window: int | None
     theta: float
     factor: float = 1.0
+    bands: tuple[float, float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,23 +275,32 @@ def _complete_heads(values: dict[str, Any], problems: Problems) -> None:
         problems.add("head_dim", what, "Let them rotate an even number.")
 
 
+def _read_layer(values: dict[str, Any], problems: Problems, window: int | None) -> Layer:
+    kind, factor = values["rope_type"], values.get("rope_factor", 1.0)
+    if kind == "default" and factor != 1.0:
+        problems.add("rope_factor", f"it is {factor}, and the type is 'default'", "Leave it out.")
+    bands = None
+    if kind == "llama3":
+        bands = tuple(values[name] for name in _BANDS)
+        if None in bands or bands[0] >= bands[1]:
+            what = f"{', '.join(_BANDS)} are {bands}, and are numbers in rising order"
+            problems.add(_BANDS[0], what, _COPY)
+    return Layer(window, values["rope_theta"], factor, bands)
+
+
 def _read_alike_layers(values: dict[str, Any], problems: Problems) -> Sequence[Layer]:
     _complete_heads(values, problems)
-    layer = Layer(values.get("sliding_window"), values["rope_theta"])
+    layer = _read_layer(values, problems, values.get("sliding_window"))
     return [layer] * values["num_hidden_layers"]
 
 
 def _read_mixed_layers(values: dict[str, Any], problems: Problems) -> Sequence[Layer]:
     """Layers that are listed, or of which every so many, the last attends to all positions."""
     _complete_heads(values, problems)
-    count, window, theta = (
-        values[name] for name in ("num_hidden_layers", "sliding_window", "rope_theta")
-    )
-    factor = values.get("rope_factor", 1.0)
-    if factor != 1.0 and values["rope_type"] != "linear":
-        problems.add("rope_factor", f"it is {factor}, and the type is no 'linear'", "Leave it out.")
-    local_theta = values.get("rope_local_base_freq", theta)
-    kinds = {FULL: Layer(None, theta, factor), SLIDING: Layer(window, local_theta)}
+    full = _read_layer(values, problems, None)
+    count, window = values["num_hidden_layers"], values["sliding_window"]
+    local_theta = values.get("rope_local_base_freq", full.theta)
+    kinds = {FULL: full, SLIDING: Layer(window, local_theta)}
     pattern = values["sliding_window_pattern"]
     listed = values["layer_types"] or [
         SLIDING if number % pattern else FULL for number in range(1, count + 1)
@@ -330,6 +342,7 @@ def _in_rope(*names: str, tables: tuple[str, ...] = ("parameters", "scaling")) -
     return tuple(f"rope_{table}/{name}" for table in tables for name in names)
 
 
+_BANDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _ALL = {
     **dict.fromkeys(_NEEDED, _size(_MISSING)),
@@ -355,6 +368,9 @@ _LLAMA = {
     "num_key_value_heads": _size(),
     "sliding_window": _one_of(None),
     "mlp_bias": _one_of(False),
+    "rope_type": _one_of("default", "linear", "llama3", also=_in_rope("rope_type", "type")),
+    "rope_factor": _number(1.0, *_in_rope("factor")),
+    **{name: _number(None, *_in_rope(name)) for name in _BANDS},
 }
 _GEMMA = {
     **_ALL,

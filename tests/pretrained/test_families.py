@@ -14,6 +14,7 @@ from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
 from penzai_shard.placement.sharded_init import abstract_model
 from penzai_shard.pretrained.families import (
     FAMILIES,
+    ApplyScaledRoPE,
     build_model,
     family_of,
     make_initializer,
@@ -123,14 +124,40 @@ def test_layers_of_gemma_3_have_positions_windows_and_norms_of_their_own():
         assert masks.count() == (window is not None)
 
 
-def test_positions_that_are_divided_rotate_less():
-    model = model_of_config(CONFIGS["gemma3"])
-    _, full = pz.select(model).at_instances_of(pz.nn.Attention).get_sequence()
-    scaled = full.input_to_key.sublayers[2]
-    inputs = pz.nx.wrap(jnp.arange(32.0).reshape(2, 16)).tag("seq", "projection")
-    divided = scaled(inputs, token_positions=pz.nx.wrap(jnp.array([8, 16])).tag("seq"))
-    plain = scaled.rope(inputs, token_positions=pz.nx.wrap(jnp.array([1, 2])).tag("seq"))
-    np.testing.assert_array_equal(divided.data_array, plain.data_array)
+def rotate_by_hand(vector, position, theta, factor, bands):
+    """One head at one position, frequency by frequency, in float64."""
+    half = len(vector) // 2
+    rotated = np.zeros(2 * half)
+    for i in range(half):
+        frequency = theta ** (-i / half)
+        wavelength = 2 * np.pi / frequency
+        slow, fast, length = bands or (np.inf, np.inf, 1)
+        if wavelength > length / slow:
+            frequency /= factor
+        elif wavelength >= length / fast:
+            share = (length / wavelength - slow) / (fast - slow)
+            frequency = (1 - share) * frequency / factor + share * frequency
+        turn = np.exp(1j * position * frequency) * (vector[i] + 1j * vector[half + i])
+        rotated[i], rotated[half + i] = turn.real, turn.imag
+    return rotated
+
+
+@pytest.mark.parametrize(
+    ("factor", "bands"), [(8.0, None), (32.0, (1.0, 4.0, 64.0)), (8.0, (1.0, 4.0, 8192.0))]
+)
+def test_positions_of_longer_texts_are_divided_for_all_or_for_slow_rotations(factor, bands):
+    rope = pz.nn.ApplyRoPE("projection", 500.0, "token_positions")
+    heads = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+    positions = np.array([0, 7, 300])
+    found = ApplyScaledRoPE(rope, factor, bands)(
+        pz.nx.wrap(jnp.asarray(heads)).tag("seq", "projection"),
+        token_positions=pz.nx.wrap(jnp.asarray(positions)).tag("seq"),
+    )
+    expected = [
+        rotate_by_hand(head, position, 500.0, factor, bands)
+        for head, position in zip(heads, positions, strict=True)
+    ]
+    np.testing.assert_allclose(found.unwrap("seq", "projection"), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

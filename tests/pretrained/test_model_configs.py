@@ -41,7 +41,9 @@ REFUSED = [
     ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps", COPY),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config", LEAVE_OUT),
     ("llama", {ROPE: {"rope_type": "yarn"}}, f"{ROPE}/rope_type", OWN_MODEL),
-    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling/type", OWN_MODEL),
+    ("llama", {ROPE: {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor", COPY),
+    ("llama", {ROPE: {"factor": 8.0}}, "rope_factor", LEAVE_OUT),
+    ("mistral", {"rope_scaling": {"type": "linear"}}, "rope_scaling/type", OWN_MODEL),
     ("llama", {ROPE: {"rope_theta": 1e4, "mscale": 2.0}}, f"{ROPE}/mscale", LEAVE_OUT),
     ("llama", {ROPE: [1]}, ROPE, LEAVE_OUT),
     ("llama", {"rope_theta": 5e5}, f"{ROPE}/rope_theta", TWO),
@@ -91,6 +93,7 @@ ACCEPTED = [
     ("llama", {ROPE: None, "rope_scaling": None, "rope_theta": 5e5}),
     ("llama", {ROPE: None, "rope_scaling": {"type": "default"}}),
     ("llama", {ROPE: None}),
+    ("llama", {ROPE: {"rope_type": "linear", "factor": 4.0}}),
     ("llama", {"rope_theta": 10000}),
     ("llama", {"partial_rotary_factor": 1.0}),
     ("llama", {"num_key_value_heads": None}),
@@ -139,6 +142,11 @@ def test_read_config_names_all_that_is_wrong_at_once_also_within_a_part():
         ("text_config/extra", "unknown"),
         ("text_config/head_dim", ""),
     }
+
+
+def test_llama_3_2_divides_positions_of_slow_rotations():
+    layer = read_config("llama-3.2-1b").layers[0]
+    assert (layer.theta, layer.factor, layer.bands) == (5e5, 32.0, (1.0, 4.0, 8192))
 
 
 def test_both_forms_of_rotary_positions_mean_the_same():
@@ -245,8 +253,10 @@ def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near
 def test_published_configurations_have_as_many_parameters_as_was_published(name):
     data = json.loads((model_configs._PUBLISHED / f"{name}.json").read_text())
     assert "config.json of" in data["source"]
-    held = param_dict(model_of_config(name)).values()
-    count = sum(math.prod(value.named_shape.values()) for value in held)
+    held = param_dict(model_of_config(name))
+    if read_config(name)["tie_word_embeddings"]:
+        held.pop("transformer/lm_head.weights", None)
+    count = sum(math.prod(value.named_shape.values()) for value in held.values())
     published = data["parameters"]
     digits = published.rstrip("B").replace(",", "")
     unit = 10 ** (9 - len(digits.partition(".")[2])) if published.endswith("B") else 1
