@@ -158,7 +158,9 @@ def _undo_on_failure(
         replacement.close()
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
-        what = str(error).partition("\n")[0][:_MOST_CHARACTERS].rstrip(".")
+        text, half = str(error).partition("\n")[0].rstrip("."), _MOST_CHARACTERS // 2
+        # Orbax says where first, and what the system says last.
+        what = text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
         fix = "Make room or give permission there, or save to another path."
         fix = fix if getattr(error, "errno", None) in _NO_ROOM_OR_PERMISSION else ""
         problem = Problem(str(replacement.final), what, fix)

@@ -128,12 +128,12 @@ class Disk:
 
     def __init__(self, patch):
         self.may_write, self.is_full, commit = threading.Event(), False, Replacement.commit
-        self.error = errno.ENOSPC
+        self.error = OSError(errno.ENOSPC, "No space left on device")
 
         def wait_and_commit(replacement):
             assert self.may_write.wait(60)
             if self.is_full:
-                raise OSError(self.error, os.strerror(self.error))
+                raise self.error
             commit(replacement)
 
         patch.setattr(Replacement, "commit", wait_and_commit)
@@ -190,13 +190,24 @@ def test_save_raises_what_went_wrong_before(tmp_path, disk):
     assert manager.path_of(1) in raised.value.__notes__[0]
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
-def test_a_failed_write_has_a_fix_only_if_it_is_known(tmp_path, disk, error):
+@pytest.mark.parametrize(
+    ("error", "has_fix"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), True),
+        (OSError(errno.EACCES, "Permission denied"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+        # As TensorStore has it.
+        (ValueError(f"Failed writing {'a/long/path/' * 40}: No space left"), False),
+    ],
+)
+def test_a_failed_write_has_a_fix_only_if_it_is_known(tmp_path, disk, error, has_fix):
     disk.is_full, disk.error = True, error
     disk.may_write.set()
     with pytest.raises(pzs.CheckpointWriteError) as caught:
         CheckpointManager(tmp_path, asynchronous=False).save(1, make_state(1))
-    assert bool(caught.value.problems[0].fix) == (error != errno.EIO)
+    (problem,) = caught.value.problems
+    assert bool(problem.fix) == has_fix
+    assert problem.what.endswith(str(error)[-10:])
 
 
 def test_ctrl_c_ends_the_waiting_but_not_the_save(tmp_path, disk):
