@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import pathlib
-import threading
 from collections.abc import Iterable
 
 import ml_dtypes  # noqa: F401 (With it NumPy knows bfloat16 and float8 by name.)
@@ -17,9 +16,9 @@ import numpy as np
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.errors import Problem, require
 
-SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_INDEX = f"model{_INDEX_SUFFIX}"
-_DTYPES = {
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+INDEX = f"model{INDEX_SUFFIX}"
+DTYPES = {
     "BOOL": "bool",
     "BF16": "bfloat16",
     "C64": "complex64",
@@ -38,7 +37,7 @@ _MAPPED_BYTES = 8 * 2**20
 def is_tensors(path: pathlib.Path) -> bool:
     """Whether a path is a safetensors file, an index of such files, or a folder with either."""
     files = path.glob("*") if path.is_dir() else [path] if os.path.lexists(path) else []
-    return any(file.name.endswith((SUFFIX, _INDEX_SUFFIX)) for file in files)
+    return any(file.name.endswith((SUFFIX, INDEX_SUFFIX)) for file in files)
 
 
 class TensorStore:
@@ -66,14 +65,19 @@ class TensorStore:
         self.texts: dict[str, dict[str, str]] = {}
         self._tensors: dict[str, np.ndarray] = {}
         self._mapped: list[mmap.mmap] = []
-        self._lock, self._looked_at = threading.Lock(), 0
+        self._looked_at = 0
 
         files = sorted(content.glob(f"*{SUFFIX}")) if content.is_dir() else [content]
-        index = content / _INDEX if content.is_dir() else content
+        index = content / INDEX if content.is_dir() else content
         weight_map: dict[str, str] = {}
-        if index.name.endswith(_INDEX_SUFFIX) and os.path.lexists(index):
-            weight_map = _read_index(path, index)
-            files = [index.parent / name for name in sorted({*weight_map.values()})]
+        if index.name.endswith(INDEX_SUFFIX) and os.path.lexists(index):
+            try:
+                # Opening a pipe would never end.
+                text = index.read_bytes() if index.is_file() else b""
+                weight_map = dict(json.loads(text)["weight_map"])
+                files = sorted({index.parent / name for name in weight_map.values()})
+            except _NO_FILE as error:
+                refuse_damage(path, {index.name: f"it cannot be read: {error!r:.100}"})
 
         damaged: dict[str, str] = {}
         homes: dict[str, str] = {}
@@ -94,7 +98,6 @@ class TensorStore:
         self.names = tuple(self._tensors)
 
     def _open_file(self, file: pathlib.Path) -> dict[str, np.ndarray]:
-        # Opening a pipe would never end.
         if not file.is_file():
             raise OSError("it is missing, or no file")
         with file.open("rb") as opened:
@@ -108,9 +111,9 @@ class TensorStore:
         self._mapped.append(mapped)
         tensors = {}
         for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
+            if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has dtype {entry['dtype']}, which is not read")
-            dtype, first = np.dtype(_DTYPES[entry["dtype"]]), start + entry["data_offsets"][0]
+            dtype, first = np.dtype(DTYPES[entry["dtype"]]), start + entry["data_offsets"][0]
             tensors[name] = np.ndarray(entry["shape"], dtype, mapped, first)
         return tensors
 
@@ -128,39 +131,23 @@ class TensorStore:
     ) -> np.ndarray:
         """A part of a tensor, in the memory of its file; see ``Store.read``."""
         tensor = self._tensors[name] if shape is None else self._tensors[name].reshape(shape)
-        with self._lock:
-            # All columns of these rows, as a page holds many of them.
-            self._looked_at += tensor[index[:1]].nbytes
-            if self._looked_at > _MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
-                self._looked_at = 0
-                # Whoever still looks at pages gets them again from the system's cache.
-                for mapped in self._mapped:
-                    mapped.madvise(mmap.MADV_DONTNEED)
+        # All columns of these rows, as a page holds many of them. Threads may lose a count.
+        self._looked_at += tensor[index[:1]].nbytes
+        if self._looked_at > _MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self._looked_at = 0
+            # Whoever still looks at pages gets them again from the system's cache.
+            for mapped in self._mapped:
+                mapped.madvise(mmap.MADV_DONTNEED)
         return tensor[index]
-
-
-def _read_index(path: pathlib.Path, index: pathlib.Path) -> dict[str, str]:
-    """The file of each tensor, which is beside the index."""
-    try:
-        if not index.is_file():
-            raise OSError("it is no file")
-        weight_map = dict(json.loads(index.read_bytes())["weight_map"])
-        files = {*weight_map.values()}
-        if not files or any(pathlib.Path(x).name != x or not x.endswith(SUFFIX) for x in files):
-            raise ValueError("it does not name safetensors files beside it")
-    except _NO_FILE as error:
-        refuse_damage(path, {index.name: f"it cannot be read: {error!r:.100}"})
-    return weight_map
 
 
 def explain_absence(path: str) -> Problem | None:
     """What a path is that looks like weights in another form, and what to do."""
     given = pathlib.Path(path)
-    files = [given, *given.glob("*")] if given.exists() else []
-    if any(file.suffix in (".bin", ".pt", ".pth") for file in files):
+    names = [file.name for file in (given, *given.glob("*")) if file.exists()]
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         fix = "Write model.save_pretrained(path) once, where torch is: it saves safetensors."
         return Problem(path, "it has weights of torch", fix)
-    if path.count("/") == 1 and not given.parent.exists():
-        fix = f"If it is a name on a hub, write huggingface_hub.snapshot_download({path!r})."
-        return Problem(path, "there is no such path", fix)
-    return None
+    fix = f"If it is a name on a hub, write huggingface_hub.snapshot_download({path!r})."
+    is_hub_name = path.count("/") == 1 and not given.parent.exists()
+    return Problem(path, "there is no such path", fix) if is_hub_name else None

@@ -172,7 +172,10 @@ DAMAGES = {
     "the other file": (edit_index(lambda where: where.update(down=FIRST)), {"down"}),
     "a tensor of none": (edit_index(lambda where: where.update(other=FIRST)), {"other"}),
     "a tensor forgotten": (edit_index(lambda where: where.pop("down")), {"down"}),
-    "a file elsewhere": (edit_index(lambda where: where.update(down="../x.safetensors")), {INDEX}),
+    "a file elsewhere": (
+        edit_index(lambda where: where.update(down="../x.safetensors")),
+        {"x.safetensors", "down"},
+    ),
     "files missing": (
         lambda folder: [(folder / x).unlink() for x in (FIRST, SECOND)],
         {FIRST, SECOND},
