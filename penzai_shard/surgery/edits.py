@@ -4,25 +4,24 @@ An edit says where, what and how often. It is made without a model, and can be c
 written as JSON, and carried out on any number of models.
 """
 
-import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from penzai_shard.errors import Problem, Problems, RuleTypeError
+from penzai_shard.arrays.static_values import same_static
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
-from penzai_shard.paths import nearest, pattern_parts
-from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original
+from penzai_shard.paths import matches, nearest, pattern_parts
+from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original, locate
 from penzai_shard.surgery.references import Ref, resolve
 from penzai_shard.surgery.rewriting import Keys, Match, Refused, Rewriter, is_layer, replace_object
-from penzai_shard.surgery.where import Place, Where, make_caller, names_of, value_text
+from penzai_shard.surgery.where import Place, Where, make_caller, names_of, value_text, wrappers_of
 
 Verb: TypeAlias = Literal["wrap", "insert_before", "insert_after", "replace"]
 # The kind of problems of edits that fit nowhere, or not the expected number of places.
 UNFIT = "unfit"
-# Types of the model that an error names.
-_MOST_NAMED = 4
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,12 +48,11 @@ class Edit:
     nested: bool = False
 
     def __post_init__(self) -> None:
-        problems = Problems(f"{self.verb}:")
-        if self.expect is not None and (type(self.expect) is not int or self.expect < 0):
-            problems.add("", f"expect is {self.expect!r}", "Write a number of places, or None.")
-        if type(self.nested) is not bool:
-            problems.add("", f"nested is {self.nested!r}", "Write nested=True, or leave it out.")
-        problems.raise_if_any(RuleTypeError)
+        is_count = self.expect is None or (type(self.expect) is int and self.expect >= 0)
+        if not is_count or type(self.nested) is not bool:
+            what = f"expect is {self.expect!r}, nested is {self.nested!r}"
+            fix = "Write expect=2 or None, and nested=True or False."
+            raise RuleTypeError(f"{self.verb}:", [Problem("", what, fix)])
         _check_use(self.verb, self.what, dict(self.options))
 
     def __repr__(self) -> str:
@@ -69,11 +67,8 @@ class Edit:
         """Carries the edit out; the model stays as it is."""
         what, options = resolve(self.what), resolve(dict(self.options))
         _check_use(self.verb, what, options)
-        if is_layer(what):
-            layer, takes_path = _mark_inserted(what, ()), False
-            make: Callable[[Any, Keys], Any] = lambda node, keys: layer  # noqa: E731
-        else:
-            make, takes_path = make_caller(what, options)
+        layer = _mark_inserted(what, ()) if is_layer(what) else None
+        make, takes_path = make_caller(what if layer is None else lambda node: layer, options)
 
         rewriter = Rewriter(
             self.where.find(self.verb != "replace"),
@@ -84,19 +79,30 @@ class Edit:
         )
         edited = rewriter.run(model)
         count, refused = len(rewriter.matches), rewriter.refused
-        problems = [each.problem for each in refused]
+        problems = [dataclasses.replace(x.problem, path=locate(model, x.keys)) for x in refused]
+        problems += self._refuse_repeated(model, rewriter.matches)
         if not problems and count != self.expect and (self.expect is not None or not count):
             problems.append(self._explain_count(model, rewriter.matches))
         cause = next((each.__cause__ for each in refused if each.__cause__), None)
-        return Outcome(edited, tuple(rewriter.matches), tuple(problems), cause)
+        return Outcome(model, edited, tuple(rewriter.matches), tuple(problems), cause)
+
+    def _refuse_repeated(self, model: Any, matches: Sequence[Match]) -> Iterator[Problem]:
+        """Refuses wrappers of this library around layers that had the same one before."""
+        for match in matches if self.verb == "wrap" else ():
+            made, old = match.after[0], wrappers_of(model, match.keys)
+            alike = [x for x in old if type(x) is type(made) is not Inserted and x is not made]
+            if any(same_static(dataclasses.replace(made, body=x.body), x) for x in alike):
+                path, name = locate(model, match.keys), type(made).__name__
+                fix = f"Take it off first: strip(model, {name}), or strip(model) for all edits."
+                yield Problem(path, f"it is in this {name} already", fix, UNFIT)
 
     def _explain_count(self, model: Any, matches: Sequence[Match]) -> Problem:
         """Why the number of places is wrong."""
         if matches:
-            what = f"{self} fits {len(matches)}, first {matches[0].path or 'the root'}"
+            what = f"{self} fits {len(matches)}, first {locate(model, matches[0].keys)!r}"
             fix = f"Write expect={len(matches)}, or narrow it; recipe.report(model) shows all."
             return Problem("", what, fix, UNFIT)
-        fact, fix = _find_nearest(model, self.where, self.verb != "replace")
+        fact, fix = _find_nearest(model, self.where)
         return Problem("", f"{self} fits nothing; {fact}", fix, UNFIT)
 
 
@@ -104,31 +110,24 @@ class Outcome(NamedTuple):
     """What an edit did to a model.
 
     Attributes:
+        before: The model.
         model: The edited model.
         matches: The places that were changed.
         problems: Why the edit does not fit.
         cause: The first exception that a function of the user raised.
     """
 
+    before: Any
     model: Any
-    matches: tuple[Match, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    cause: BaseException | None = None
+    matches: tuple[Match, ...]
+    problems: tuple[Problem, ...]
+    cause: BaseException | None
 
 
 # The four edits
 
 
-def wrap(
-    where: Place,
-    wrapper: Any,
-    *,
-    expect: int | None = None,
-    within: Place = None,
-    outside: Place = None,
-    nested: bool = False,
-    **options: Any,
-) -> Edit:
+def wrap(where: Place, wrapper: Any, **options: Any) -> Edit:
     """Puts a layer around the layers at a place.
 
     Args:
@@ -137,17 +136,18 @@ def wrap(
             one place is inside of another, the outer one counts.
         wrapper: A class, or a function of the layer. If it has an argument ``path``, it gets the
             path of the layer.
-        expect: How many places there must be. By default there must be one at least.
-        within: Only what is inside of such a place: strictly inside of a node of a type or for
-            which a predicate is true, at or below a path that fits a pattern.
-        outside: Only what is not inside of such a place.
-        nested: Also change places inside of places, the inner ones first.
-        **options: Further arguments of the wrapper.
+        **options: Further arguments of the wrapper, and those that all four edits have:
+
+            - ``expect=None``: How many places there must be. By default there must be one at least.
+            - ``within=None``: Only what is inside of such a place: strictly inside of a node of a
+              type or for which a predicate is true, at or below a path that fits a pattern.
+            - ``outside=None``: Only what is not inside of such a place.
+            - ``nested=False``: Also change places inside of places, the inner ones first.
 
     Returns:
-        The edit, for ``Recipe``. A ``WrapperLayer`` goes around the layer as it is. Any other goes
-        into an ``Inserted``, and the layer in it into an ``Original``, by which ``strip`` knows
-        them.
+        The edit, for ``Recipe``. A ``WrapperLayer`` goes around the layer as it is, once: where the
+        same one is already, it is refused. Any other goes into an ``Inserted``, and the layer in it
+        into an ``Original``, by which ``strip`` knows them.
 
     Raises:
         RuleTypeError: The place or the wrapper cannot be read as one.
@@ -157,19 +157,10 @@ def wrap(
     >>> wrap(pz.nn.Linear, Checkpointed, policy="dots", expect=2)
     wrap(Linear, Checkpointed, policy='dots', expect=2)
     """
-    place = Where.of(where, within, outside)
-    return Edit("wrap", place, wrapper, tuple(options.items()), expect, nested)
+    return _make_edit("wrap", where, wrapper, **options)
 
 
-def insert_before(
-    where: Place,
-    layer: Any,
-    *,
-    expect: int | None = None,
-    within: Place = None,
-    outside: Place = None,
-    nested: bool = False,
-) -> Edit:
+def insert_before(where: Place, layer: Any, **options: Any) -> Edit:
     """Puts a layer before the layers at a place.
 
     Where these are in a list ``sublayers``, it goes into the list. Elsewhere an
@@ -179,10 +170,7 @@ def insert_before(
     Args:
         where: As in ``wrap``.
         layer: The layer, or a function that makes it of the layer at the place (and its path).
-        expect: As in ``wrap``.
-        within: As in ``wrap``.
-        outside: As in ``wrap``.
-        nested: As in ``wrap``.
+        **options: As in ``wrap``.
 
     Returns:
         The edit, for ``Recipe``.
@@ -194,39 +182,20 @@ def insert_before(
     >>> insert_before(pz.nn.Linear, pz.nn.Identity())
     insert_before(Linear, Identity(...))
     """
-    place = Where.of(where, within, outside)
-    return Edit("insert_before", place, layer, (), expect, nested)
+    return _make_edit("insert_before", where, layer, **options)
 
 
-def insert_after(
-    where: Place,
-    layer: Any,
-    *,
-    expect: int | None = None,
-    within: Place = None,
-    outside: Place = None,
-    nested: bool = False,
-) -> Edit:
+def insert_after(where: Place, layer: Any, **options: Any) -> Edit:
     """Puts a layer after the layers at a place; see ``insert_before``.
 
     >>> from penzai import pz
     >>> insert_after("**/attention", pz.nn.Identity(), within=pz.nn.Residual)
     insert_after('**/attention', Identity(...), within=Residual)
     """
-    place = Where.of(where, within, outside)
-    return Edit("insert_after", place, layer, (), expect, nested)
+    return _make_edit("insert_after", where, layer, **options)
 
 
-def replace(
-    where: Place,
-    function: Any,
-    *,
-    expect: int | None = None,
-    within: Place = None,
-    outside: Place = None,
-    nested: bool = False,
-    **options: Any,
-) -> Edit:
+def replace(where: Place, function: Any, **options: Any) -> Edit:
     """Puts something else in the place of the nodes at a place.
 
     Unlike the other edits it also finds nodes that cannot be called, such as parameters. ``strip``
@@ -235,11 +204,7 @@ def replace(
     Args:
         where: As in ``wrap``.
         function: A function of the node (and its path) that gives what takes its place.
-        expect: As in ``wrap``.
-        within: As in ``wrap``.
-        outside: As in ``wrap``.
-        nested: As in ``wrap``.
-        **options: Further arguments of the function.
+        **options: As in ``wrap``.
 
     Returns:
         The edit, for ``Recipe``.
@@ -251,16 +216,32 @@ def replace(
     >>> replace(pz.nn.StochasticDropout, lambda dropout: pz.nn.Identity())
     replace(StochasticDropout, <lambda>)
     """
+    return _make_edit("replace", where, function, **options)
+
+
+def _make_edit(
+    verb: Verb,
+    where: Place,
+    what: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+    **options: Any,
+) -> Edit:
     place = Where.of(where, within, outside)
-    return Edit("replace", place, function, tuple(options.items()), expect, nested)
+    return Edit(verb, place, what, (*options.items(),), expect, nested)
 
 
 def _check_use(verb: Verb, what: Any, options: Mapping[str, Any]) -> None:
     """Refuses what cannot be the wrapper, layer or function of an edit."""
     inserts, is_class = verb.startswith("insert"), isinstance(what, type)
-    if isinstance(what, Ref) or (inserts and is_layer(what)):
+    if isinstance(what, Ref):
         return
-    marks = (*CONSTRAINTS, Inserted, Original, InsertedSequence)
+    if inserts and is_layer(what):
+        what = lambda layer: layer  # noqa: E731  # It takes no options.
+    marks = (*CONSTRAINTS, Inserted, InsertedSequence, Original)
     is_mark = verb == "wrap" and is_class and issubclass(what, marks)
     if is_mark or not callable(what) or is_layer(what) or (inserts and is_class):
         name = value_text(what)
@@ -284,13 +265,10 @@ def _wrap(make: _Make, node: Any, keys: Keys) -> tuple[Any, ...]:
     if inside is node:
         return (made,)
     _check_layer(made, keys)
-    if getattr(made, "sublayers", None) is node:
-        name = type(made).__name__
-        raise Refused(keys, f"{name} takes a list of layers", f"Return {name}([layer]).")
     marked = replace_object(made, node, Original(node))
-    if marked is made:
+    if marked is made or getattr(made, "sublayers", None) is node:
         what = f"the {type(made).__name__} that was made does not hold the layer at this place"
-        raise Refused(keys, what, "Put the layer into it, or write replace.")
+        raise Refused(keys, what, "Put the layer into it, as [layer] into a list, or replace it.")
     return (Inserted(marked, holds_original=True),)
 
 
@@ -334,35 +312,43 @@ def _check_layer(layer: Any, keys: Keys) -> None:
 # What an edit that fits nothing may stand for
 
 
-def _find_nearest(model: Any, where: Where, layers_only: bool) -> tuple[str, str]:
+def find_matches(model: Any, place: Place, order: Any = "outermost") -> list[Match]:
+    """The layers of a model at a place; for the order see ``Rewriter``."""
+    finder = Where.of(place).find(layers_only=True)
+    rewriter = Rewriter(finder, lambda node, keys: (node,), order=order)
+    rewriter.run(model)
+    return rewriter.matches
+
+
+def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
     """What a model has instead of a place that it does not have: a fact and a fix."""
-
-    def find(place: Where, order: Any = "outermost") -> list[Match]:
-        rewriter = Rewriter(place.find(layers_only), lambda node, keys: (node,), order=order)
-        rewriter.run(model)
-        return rewriter.matches
-
-    if where != Where(where.what) and (count := len(find(Where(where.what)))):
+    if where != Where(where.what) and (count := len(find_matches(model, where.what))):
         return f"without within= and outside= it fits {count}", "Correct what narrows it."
-    layers = find(Where(is_layer), "inner first")
+    layers = find_matches(model, is_layer, "inner first")
     if not layers:
         return "the model has no layers", "Edit a pytree of layers, as those of Penzai or Equinox."
     what = Where.of(resolve(where.what)).what
 
     if isinstance(what, tuple):
-        counts = collections.Counter(type(layer.before) for layer in layers)
         # With modules, as a type of a wanted name may be another one of that name.
         known = {
-            kind.__name__: f"{kind.__module__}.{kind.__name__}" for kind, _ in counts.most_common()
+            k.__name__: f"{k.__module__}.{k.__name__}" for k in {type(x.before) for x in layers}
         }
         near = [known[name] for kind in what if (name := nearest(kind.__name__, known))]
-        shown = ", ".join(near or [*known.values()][:_MOST_NAMED])
-        return f"types of the model: {shown}", "Name one of them."
+        # Four are enough to see what model it is.
+        shown = near or sorted(known.values())[:4]
+        more = ", ..." if len(known) > len(shown) else ""
+        return f"types of the model: {', '.join(shown)}{more}", "Name one of them."
     if not isinstance(what, str):
         return f"the predicate is false for all {len(layers)} layers", "Correct it."
 
-    names = {name for layer in layers for name in names_of(layer.before)}
-    names.update(part for layer in layers for part in layer.path.split("/"))
-    places = [*(layer.path for layer in layers), *(f"**/{name}" for name in sorted(names))]
-    place = nearest("/".join(pattern_parts(what)), places) or "**/name"
-    return "no path is like it", f"Write {place!r}."
+    def is_labelled(layer: Any) -> bool:
+        labels = [leaf.path for leaf in leaves_of(layer) if leaf.role]
+        return bool(labels) and all(matches(f"{what}/**", label) for label in labels)
+
+    if labelled := find_matches(model, is_labelled):
+        fact = "places are positions in the tree, as treescope shows them, and this is a label"
+        return f"{fact} of parameters", f"Write {labelled[0].path!r}, where these are."
+    places = {x for own in layers for x in (own.path, *(f"**/{n}" for n in names_of(own.before)))}
+    place = nearest("/".join(pattern_parts(what)), sorted(places))
+    return "no path is like it", f"Write for instance {place or layers[0].path!r}."

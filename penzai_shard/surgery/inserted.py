@@ -8,16 +8,17 @@ it was put around a layer of the model, that one is in it, in an ``Original``.
 import copy
 import dataclasses
 import functools
+import itertools
 from operator import is_
 from typing import Any
 
 from penzai import pz
 
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
-from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.errors import Problem, Problems, RuleTypeError
 from penzai_shard.layers.constraints import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.layers.wrapper import WrapperLayer
-from penzai_shard.surgery.rewriting import Finder, Keys, Refused, Rewriter, kind_of
+from penzai_shard.surgery.rewriting import Finder, Keys, Refused, Rewriter, keys_text, kind_of
 
 # Layers that pass their input on, and therefore come off wherever they stand.
 CONSTRAINTS = (ConstrainSharding, ConstrainShardingByName)
@@ -120,10 +121,8 @@ def strip(model: Any, *types: type) -> Any:
     True
     """
     problems = Problems("strip:")
-    for given in types:
-        if not isinstance(given, type):
-            fix = "Write strip(model, Jitted), or strip(model) for everything."
-            problems.add("", f"{given!r} is no type of layers", fix)
+    fix = "Write strip(model, Jitted), or strip(model) for everything."
+    problems.extend(Problem("", f"{x!r} is no type", fix) for x in types if not isinstance(x, type))
     problems.raise_if_any(RuleTypeError)
 
     def is_wanted(node: Any) -> bool:
@@ -139,7 +138,7 @@ def strip(model: Any, *types: type) -> Any:
             return tuple(left) if len(left) < 2 else (node if is_same else InsertedSequence(left),)
         if not is_wanted(node):
             return (node,)
-        if isinstance(node, CONSTRAINTS) or (kind is Inserted and not node.holds_original):
+        if _vanishes(node):
             return ()
         if isinstance(node, WrapperLayer):
             holder = find_original(node.body) if kind is Inserted else node
@@ -160,8 +159,48 @@ def strip(model: Any, *types: type) -> Any:
 
 @functools.cache
 def _may_come_off(kind: type) -> bool:
-    ours = (WrapperLayer, InsertedSequence, *CONSTRAINTS)
-    return issubclass(kind, ours) or hasattr(kind, _ROLLED)
+    return issubclass(kind, (WrapperLayer, InsertedSequence, *CONSTRAINTS)) or hasattr(
+        kind, _ROLLED
+    )
+
+
+def _vanishes(node: Any) -> bool:
+    """Whether nothing of the model is in a node."""
+    return isinstance(node, CONSTRAINTS) or (type(node) is Inserted and not node.holds_original)
+
+
+def _find_part(node: Any, key: Any) -> Any:
+    return dict(kind_of(node).parts(node))[key]
+
+
+def follow(tree: Any, keys: Keys) -> list[Any]:
+    """The nodes from the root to the node with these keys, both with them."""
+    return [*itertools.accumulate(keys, _find_part, initial=tree)]
+
+
+def locate(tree: Any, keys: Keys) -> str:
+    """The path in ``strip(tree)`` of the node with these keys; of an inserted one, where it stands.
+
+    >>> tree = Original([Inserted(pz.nn.Identity()), pz.nn.Identity()])
+    >>> locate(tree, ["body", 1])
+    '0'
+    """
+    found: list[Any] = []
+    starts: list[int] = []
+    nodes, sequence = follow(tree, keys), None
+    for key, parent, node in zip(keys, nodes, nodes[1:], strict=False):
+        if type(parent) is Inserted:
+            starts.append(len(found))
+        elif type(parent) is Original and starts:
+            # What was put around the layer is no part of its path.
+            del found[starts.pop() :]
+        is_own = parent is sequence or (key == "body" and isinstance(parent, WrapperLayer))
+        if isinstance(parent, InsertedSequence):
+            sequence = node
+        elif not is_own:
+            gone = sum(map(_vanishes, parent[:key])) if type(parent) in (list, tuple) else 0
+            found.append(key - gone if gone else key)
+    return keys_text(found)
 
 
 def flatten_bare(tree: Any) -> tuple[list[Leaf], Structure]:

@@ -6,13 +6,12 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from penzai_shard.errors import Problems, RuleTypeError, SelectionError
-from penzai_shard.layers.wrapper import WrapperLayer
+from penzai_shard.errors import Problem, Problems, RuleTypeError, SelectionError
 from penzai_shard.reports.report import Column, Report
 from penzai_shard.surgery.edits import UNFIT, Edit, Outcome
-from penzai_shard.surgery.inserted import Inserted, find_original
+from penzai_shard.surgery.inserted import locate
 from penzai_shard.surgery.recipe_json import read_edits, write_edits
-from penzai_shard.surgery.rewriting import Match
+from penzai_shard.surgery.where import type_names
 
 _COLUMNS = (Column("path", "path"), Column("edit"), Column("before"), Column("after"))
 
@@ -57,8 +56,12 @@ class Recipe:
             if isinstance(given, Edit | Recipe):
                 taken += given.edits if isinstance(given, Recipe) else [given]
             else:
-                what = f"argument {number} is of type {type(given).__name__}"
-                problems.add("", what, "Write Recipe(wrap(...), ...), or Recipe(*edits).")
+                kind = type(given).__name__
+                # Such as jit_root, without its parentheses.
+                fix = (
+                    f"Write {given.__name__}()." if kind == "function" else "Write Recipe(*edits)."
+                )
+                problems.add("", f"argument {number} is of type {kind}", fix)
         problems.raise_if_any(RuleTypeError)
         object.__setattr__(self, "edits", tuple(taken))
 
@@ -88,6 +91,9 @@ class Recipe:
         return outcomes[-1].model if outcomes else model
 
     def _run(self, model: Any) -> list[Outcome]:
+        if isinstance(model, type):
+            what, fix = f"{model.__name__} is a class", f"Give a model: {model.__name__}(...)."
+            raise RuleTypeError("a recipe is for models:", [Problem("", what, fix)])
         outcomes: list[Outcome] = []
         for edit in self.edits:
             outcomes.append(edit.run(outcomes[-1].model if outcomes else model))
@@ -97,16 +103,17 @@ class Recipe:
         """Says what the edits do to a model, which stays as it is.
 
         Returns:
-            A report with a row for each edit and place: the path in the model as the edits before
-            left it, the edit, and what stands there before and after. Its truth value is whether
-            all edits fit; those that do not are notes.
+            A report with a row for each edit and place: the path in the bare model, the edit, and
+            what stands there before and after. Its truth value is whether all edits fit; those that
+            do not are notes.
         """
         outcomes = self._run(model)
-        rows = [
-            (match.path or "(root)", repr(edit), node_text(match.before), _after_text(match))
-            for edit, outcome in zip(self.edits, outcomes, strict=True)
-            for match in outcome.matches
-        ]
+        rows = []
+        for edit, outcome in zip(self.edits, outcomes, strict=True):
+            for match in outcome.matches:
+                path = locate(outcome.before, match.keys) or "(root)"
+                after = ", ".join(map(_text, match.after))
+                rows.append((path, repr(edit), _text(match.before), after))
         notes = [str(problem) for outcome in outcomes for problem in outcome.problems]
         verdict = f"edits of {type(model).__name__}: {len(self)}, places: {len(rows)}"
         return Report("recipe", verdict, _COLUMNS, rows, notes, not notes, key=("path", "edit"))
@@ -166,7 +173,7 @@ class Recipe:
         return cls(*read_edits(text, mesh, allow))
 
     def __add__(self, other: "Recipe | Edit") -> "Recipe":
-        return Recipe(self, other) if isinstance(other, Recipe | Edit) else NotImplemented
+        return Recipe(self, other)
 
     def __len__(self) -> int:
         return len(self.edits)
@@ -188,20 +195,7 @@ class Recipe:
         return f"Recipe(\n{lines})" if lines else "Recipe()"
 
 
-def node_text(node: Any) -> str:
-    """A node by its type, with the layer that it was put around.
-
-    >>> node_text(Inserted(Inserted([]), holds_original=True))
-    'Inserted'
-    """
-    if type(node) is Inserted:
-        original = find_original(node.body) if node.holds_original else None
-        inside = f"({node_text(original.body)})" if original else ""
-        return f"{type(node.body).__name__}{inside}"
-    if isinstance(node, WrapperLayer):
-        return f"{type(node).__name__}({node_text(node.body)})"
-    return type(node).__name__
-
-
-def _after_text(match: Match) -> str:
-    return ", ".join(map(node_text, match.after))
+def _text(layer: Any) -> str:
+    """A layer by its type, with those in it that it was put around."""
+    names = [name for name in type_names(layer) if name not in ("Inserted", "Original")]
+    return "(".join(names) + ")" * (len(names) - 1)

@@ -98,8 +98,6 @@ def write_edits(edits: Sequence[Edit]) -> str:
             written.append(_write(fields))
         except RuleTypeError as error:
             problems.extend(dataclasses.replace(p, path=f"edits/{number}") for p in error.problems)
-        except RecursionError:
-            problems.add(f"edits/{number}", "a value contains itself", "Take it out of itself.")
     problems.raise_if_any(RuleTypeError)
     return json.dumps({"format": _FORMAT, "edits": written}, indent=2)
 
@@ -142,8 +140,7 @@ class _Reader:
         parts = self.read(content, _VALUES if form == "$layer" else givers)
         if self.refused:
             return None
-        is_other_mesh = form == "$mesh" and self.mesh is not None
-        return self.mesh if is_other_mesh else _FORMS[form][2](*parts)
+        return self.mesh if form == "$mesh" and self.mesh is not None else _FORMS[form][2](*parts)
 
     def read_edit(self, row: dict[str, Any]) -> Edit | None:
         """The edit of a row; None if a name in it is refused."""

@@ -19,7 +19,7 @@ _FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _PACKAGES = ("penzai_shard", "penzai", "jax")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Ref:
     """A type or function by name, wherever an edit takes one: as place, wrapper, layer or option.
 
@@ -34,7 +34,7 @@ class Ref:
 
     >>> import penzai_shard as pzs
     >>> pzs.wrap(Ref("pz.nn:Linear"), Ref("my_layers:Traced"))
-    wrap(Ref('pz.nn:Linear'), Ref('my_layers:Traced'))
+    wrap(Ref(name='pz.nn:Linear'), Ref(name='my_layers:Traced'))
     """
 
     name: str
@@ -43,9 +43,6 @@ class Ref:
         if not (isinstance(self.name, str) and _FORM.fullmatch(self.name)):
             what = f"{self.name!r} is not of the form module:name"
             raise RuleTypeError("Ref:", [Problem("", what, "Write for instance 'pz.nn:Linear'.")])
-
-    def __repr__(self) -> str:
-        return f"Ref({self.name!r})"
 
 
 def resolve(value: Any) -> Any:

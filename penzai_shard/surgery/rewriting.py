@@ -80,9 +80,8 @@ def kind_of(node: Any) -> NodeKind:
         if isinstance(node, type) or reader_of(node_type) or jax.tree_util.all_leaves([node]):
             # Not kept: the type may be registered as a pytree, or get a reader, later.
             return _LEAF
-        is_layer = callable(node)
         kind = _kind_of_struct(node_type) if is_struct and node_type.__dictoffset__ else _OTHER
-        kind = _kinds[node_type] = dataclasses.replace(kind, is_layer=is_layer)
+        kind = _kinds[node_type] = dataclasses.replace(kind, is_layer=callable(node))
     return kind
 
 
@@ -148,10 +147,10 @@ class Finder:
 
     def has(self, node: Any, keys: Keys, state: Any) -> bool:
         """Whether a node is at the place."""
+        if state is None:
+            return False
         decided = self.decide(node)
-        return state is not None and (
-            self.matches(node, keys, state) if decided is None else decided
-        )
+        return self.matches(node, keys, state) if decided is None else decided
 
 
 class Match(NamedTuple):
@@ -178,6 +177,7 @@ class Refused(Exception):
 
     def __init__(self, keys: Keys, what: str, fix: str) -> None:
         super().__init__(what)
+        self.keys = tuple(keys)
         self.problem = Problem(keys_text(keys), what, fix)
 
 

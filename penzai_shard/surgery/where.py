@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import inspect
+import itertools
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import pattern_parts
-from penzai_shard.surgery.inserted import Inserted, Original, find_original
+from penzai_shard.paths import nearest, pattern_parts
+from penzai_shard.surgery.inserted import Inserted, Original, find_original, follow
 from penzai_shard.surgery.references import Ref, resolve
 from penzai_shard.surgery.rewriting import Finder, Keys, Refused, is_layer, keys_text
 
@@ -43,7 +44,7 @@ Place: TypeAlias = Any
 class Where:
     """A place for an edit.
 
-    A pattern has a part for each key from the root, as ``sublayers/0/delta``, ``**/mlp/*`` or
+    A pattern has a part for each key from the root, as ``sublayers/0/delta``, ``**/attention/*`` or
     ``.sublayers[0].delta``: a part fits a key, or the name of a node's type in snake case, and
     ``**`` any number of keys. A layer and the wrapper layers around it are one place: it has the
     path and the type's name of that layer, and the outermost wrapper is what is found. So a path of
@@ -81,12 +82,10 @@ class Where:
     def texts(self) -> list[str]:
         """The place as text, and what it must be in and must not be in, as arguments of an edit."""
         whats = self.what if isinstance(self.what, tuple) else (self.what,)
-        names = [value_text(what) for what in whats]
+        text = ", ".join(map(value_text, whats))
         around = {"within": self.within, "outside": self.outside}
-        return [
-            names[0] if len(names) == 1 else f"({', '.join(names)})",
-            *(f"{name}={', '.join(place.texts())}" for name, place in around.items() if place),
-        ]
+        limits = [f"{name}={', '.join(own.texts())}" for name, own in around.items() if own]
+        return [text if len(whats) == 1 else f"({text})", *limits]
 
     def find(self, layers_only: bool) -> Finder:
         """What finds the place in a tree.
@@ -103,8 +102,7 @@ class Where:
         elif isinstance(what, _Root):
             finder = Finder(lambda node, keys, state: not keys, lambda *_: None)
         else:
-            call, _ = make_caller(what, {})
-            finder = Finder(lambda node, keys, _: bool(call(node, keys)), layers_only=layers_only)
+            finder = Finder(_read_predicate(what), layers_only=layers_only)
         for around, is_wanted in ((self.within, True), (self.outside, False)):
             finder = _narrow(finder, around, is_wanted) if around else finder
         return finder
@@ -118,26 +116,56 @@ def _read_what(place: Any) -> Any:
     is_pattern = isinstance(place, str) and pattern_parts(place)
     if is_pattern or isinstance(place, Ref | _Root) or (callable(place) and not is_layer(place)):
         return place
-    fix = "Write a type of layers, a pattern such as '**/mlp', or ROOT for the whole model."
+    fix = "Write a type of layers, a pattern of their paths, or ROOT for the whole model."
     raise RuleTypeError(
         "a place for an edit:", [Problem("", f"{value_text(place)} is no place", fix)]
     )
 
 
+def _read_predicate(predicate: Callable[..., Any]) -> Callable[[Any, Keys, Any], bool]:
+    call, _ = make_caller(predicate, {})
+
+    def matches(node: Any, keys: Keys, state: Any) -> bool:
+        found = call(node, keys)
+        if not isinstance(found, bool):
+            what = f"{value_text(predicate)} gave {value_text(found)}, not True or False"
+            raise Refused(keys, what, "Return bool(...) of it, or a comparison.")
+        return found
+
+    return matches
+
+
 # Patterns
 
 
+def type_names(node: Any) -> tuple[str, ...]:
+    """The name of a node's type, and of a wrapper's those of what it was put around.
+
+    >>> type_names(Original([]))
+    ('Original', 'list')
+    """
+    name = type(node).__name__
+    if not isinstance(node, WrapperLayer):
+        return (name,)
+    original = find_original(node.body) if type(node) is Inserted else None
+    return (name, *type_names(node.body), *(type_names(original.body) if original else ()))
+
+
 def names_of(node: Any) -> tuple[str, ...]:
-    """The names of a node in patterns, besides its key: its type's, and those in a wrapper.
+    """The names of a node in patterns, besides its key.
 
     >>> names_of(Original([]))
     ('original', 'list')
     """
-    name = _snake_case(type(node).__name__)
-    if not isinstance(node, WrapperLayer):
-        return (name,)
-    original = find_original(node.body) if type(node) is Inserted else None
-    return (name, *names_of(node.body), *(names_of(original.body) if original else ()))
+    return tuple(map(_snake_case, type_names(node)))
+
+
+def wrappers_of(tree: Any, keys: Keys) -> list[Any]:
+    """The wrapper layers at the place of the node with these keys: around it, and in it."""
+    nodes = follow(tree, keys)
+    while isinstance(nodes[-1], WrapperLayer):
+        nodes.append(nodes[-1].body)
+    return [*itertools.takewhile(lambda node: isinstance(node, WrapperLayer), nodes[-2::-1])]
 
 
 @functools.cache
@@ -253,8 +281,11 @@ def make_caller(
     try:
         signature.bind(*[None] * (1 + is_class), **options, **{"path": ""} if takes_path else {})
     except TypeError as error:
+        known = [*signature.parameters][is_class:]
+        unknown = next((name for name in options if name not in known), None)
+        near = nearest(unknown, [*known, "expect", "within", "outside", "nested"])
         what = f"{value_text(function)} does not take a layer with these options: {error}"
-        fix = f"Its arguments are {', '.join([*signature.parameters][is_class:])}."
+        fix = f"{f'Write {near}=. ' if near else ''}Its arguments are {', '.join(known)}."
         raise RuleTypeError("an edit:", [Problem("", what, fix)]) from None
 
     def call(node: Any, keys: Keys) -> Any:
@@ -272,8 +303,7 @@ def make_caller(
 def value_text(value: Any) -> str:
     """A value in few words."""
     if hasattr(value, "__qualname__"):
-        name: str = value.__qualname__
-        return name.rpartition("<locals>.")[2]
+        return str(value.__qualname__).rpartition("<locals>.")[2]
     if is_layer(value):
         return f"{type(value).__name__}(...)"
     return mesh_text(value) if isinstance(value, Mesh | AbstractMesh) else reprlib.repr(value)

@@ -247,8 +247,6 @@ def test_from_json_opens_no_more_than_what_is_allowed(package):
 def test_to_json_refuses_what_others_cannot_name(monkeypatch):
     kind = pz.pytree_dataclass(type("Mine", (pz.nn.Identity,), {"__module__": "__main__"}))
     monkeypatch.setattr(sys.modules["__main__"], "Mine", kind, raising=False)
-    ring = []
-    ring.append(ring)
     wanting = [
         pzs.insert_after(pz.nn.Linear, kind()),
         pzs.replace(kind, pzs.Jitted),
@@ -256,7 +254,6 @@ def test_to_json_refuses_what_others_cannot_name(monkeypatch):
         pzs.wrap(pz.nn.Linear, lambda layer: layer),
         pzs.wrap(pz.nn.Linear, show_options, option=jnp.ones(2)),
         pzs.wrap(pz.nn.Linear, show_options, option=object()),
-        pzs.insert_after(pz.nn.Linear, pz.nn.NamedGroup(ring, [])),
     ]
     with pytest.raises(pzs.RuleTypeError) as error:
         pzs.Recipe(pzs.jit_root(), *wanting).to_json()

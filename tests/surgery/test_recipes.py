@@ -275,15 +275,15 @@ def test_report_has_a_row_for_each_edit_and_place():
     )
     report, edits = recipe.report(model()), [*map(repr, recipe)]
     assert report.ok
-    block, layer = "TransformerBlock", "body/sublayers/0/delta/sublayers/1"
+    block, layer = "TransformerBlock", "sublayers/0/delta/sublayers/1"
     assert [*zip(*report.fold().rows, strict=True)] == [
-        tuple(f"body/sublayers/{{1-2}}{below}" for below in ("", f"/{layer}", "/body")),
+        tuple(f"body/sublayers/{{1-2}}{below}" for below in ("", f"/{layer}", "")),
         (2, 2, 2),
         tuple(edits),
         (block, "Attention", block),
         (f"Checkpointed({block})", "Residual(Attention)", f"{block}, ConstrainShardingByName"),
     ]
-    assert "Checkpointed(TransformerBlock)" in treescope.render_to_text(report)
+    assert report.verdict in treescope.render_to_text(report)
 
 
 def test_check_names_the_edit_that_is_to_blame():
@@ -292,6 +292,37 @@ def test_check_names_the_edit_that_is_to_blame():
     report = recipe.check(penzai_mlp(), x, gradients=False)
     assert (report.ok, report.facts["edit"]) == (False, 2)
     assert recipe[:1].check(penzai_mlp(), x, gradients=False).ok
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pzs.insert_before(pz.nn.Attention, pz.nn.Identity()),
+        pzs.insert_before(BLOCK, CONSTRAINT),
+        pzs.insert_after(pzs.ROOT, CONSTRAINT),
+        pzs.wrap(pzs.ROOT, pzs.Jitted),
+        pzs.wrap(BLOCK, pz.nn.Residual),
+        pzs.wrap(LINEAR, lambda layer: pz.nn.Sequential([pz.nn.Identity(), layer])),
+    ],
+)
+def test_report_has_the_paths_of_the_bare_model(before):
+    kinds = (BLOCK, ATTENTION, LINEAR)
+    every = pzs.wrap(kinds, lambda layer: layer, nested=True)
+    expected = paths(model(), kinds, nested=True)
+    recipe = pzs.Recipe(before, pzs.wrap(LINEAR, pzs.Checkpointed), every)
+    rows = [row for row in recipe.report(model()).rows if row[1] == repr(every)]
+    assert {row[0] for row in rows} == {*expected}
+    # Errors, too.
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        apply(model(), before, pzs.wrap(LINEAR, raises))
+    assert [each.path for each in caught.value.problems] == paths(model(), LINEAR)
+
+
+def test_check_of_a_model_with_itself_says_so():
+    double = lambda x: 2 * x  # noqa: E731
+    report = pzs.check_equivalent(double, double, jnp.ones(3))
+    assert report.ok
+    assert "one object" in report.notes[0]
 
 
 # Refusals
@@ -320,6 +351,14 @@ WRONG = {
     "a text as wrapper": (lambda: pzs.wrap(LINEAR, "pzs:Jitted"), "Ref('module:name')"),
     "a class to insert": (lambda: pzs.insert_after(LINEAR, pz.nn.Identity), "Identity(...)"),
     "a negative number": (lambda: pzs.wrap(LINEAR, JIT, expect=-1), "None"),
+    "a misspelt option of edits": (lambda: pzs.wrap(LINEAR, JIT, witin=BLOCK), "within="),
+    "the same of an inserted layer": (
+        lambda: pzs.insert_after(LINEAR, DOUBLE, witin=BLOCK),
+        "within=",
+    ),
+    "a recipe that is not called": (lambda: pzs.Recipe(pzs.jit_root), "jit_root()"),
+    "the same in a sum": (lambda: pzs.Recipe() + pzs.jit_root, "jit_root()"),
+    "a class as model": (lambda: pzs.jit_root().apply(pz.nn.Linear), "Linear(...)"),
     "a number as nested": (lambda: pzs.wrap(LINEAR, JIT, nested=1), "nested=True"),
     "a list of edits": (lambda: pzs.Recipe([pzs.wrap(LINEAR, JIT)]), "Recipe(*edits)"),
     "a name of nothing": (lambda: apply(model(), pzs.wrap(Ref("pz.nn:Linar"), JIT)), "Linear"),
@@ -342,7 +381,8 @@ REFUSED = {
     "a predicate that raises": (pzs.wrap(lambda layer: layer.heads, JIT), "", "outside="),
     "an unknown policy": (pzs.wrap(BLOCK, CHECKPOINT, policy="dotz"), FIRST, "Correct"),
     "a wrapper without the layer": (pzs.wrap(BLOCK, lambda layer: DOUBLE), FIRST, "replace"),
-    "a sequence without a list": (pzs.wrap(BLOCK, pz.nn.Sequential), FIRST, "Sequential([layer])"),
+    "a sequence without a list": (pzs.wrap(BLOCK, pz.nn.Sequential), FIRST, "[layer]"),
+    "a predicate that gives no bool": (pzs.wrap(lambda layer: "no", JIT), "", "bool(...)"),
     "a parameter": (pzs.wrap(pz.Parameter, JIT), "body/sublayers/0/table/embeddings", "replace"),
     "what is no layer": (pzs.insert_after(BLOCK, lambda block: 3), FIRST, "Return a layer"),
 }
@@ -357,6 +397,57 @@ def test_edits_that_make_no_sense_or_do_not_fit_are_refused(name):
         edit() if name in WRONG else apply(model(), edit)
     assert [caught.value.problems[0].path] == (path or [""])
     assert fix in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("pattern", "label"),
+    [("**/block_0", "block_0/"), ("transformer/block_1", "block_1/"), ("**/mlp", "block_0/mlp/")],
+)
+def test_labels_of_parameters_are_told_from_places(pattern, label):
+    with pytest.raises(pzs.SelectionError) as caught:
+        apply(model(), pzs.wrap(pattern, JIT))
+    (problem,) = caught.value.problems
+    assert "label of parameters" in problem.what
+    # The place holds the parameters with that label, and no others.
+    place = problem.fix.split("'")[1]
+    held = []
+    apply(model(), pzs.wrap(place, lambda layer: held.append(layer) or layer))
+    labels = {variable.label for variable in pz.unbind_params(model())[1]}
+    wanted = {name for name in labels if name.startswith(f"transformer/{label}")}
+    assert {variable.label for variable in pz.unbind_params(held[0])[1]} == wanted
+
+
+def test_fixes_name_places_of_the_model_at_hand():
+    for pattern in ("**/xyz", "mlp/*/w"):
+        with pytest.raises(pzs.SelectionError) as caught:
+            apply(penzai_mlp(), pzs.wrap(pattern, JIT))
+        place = caught.value.problems[0].fix.split("'")[1]
+        assert paths(penzai_mlp(), place)
+
+
+def test_a_list_of_types_says_that_it_is_cut():
+    def types_of(model):
+        with pytest.raises(pzs.SelectionError) as caught:
+            apply(model, pzs.wrap(pz.nn.LayerStack, JIT))
+        return caught.value.problems[0].what
+
+    assert "..." in types_of(model())
+    assert "..." not in types_of(pz.nn.Residual(pz.nn.Identity()))
+
+
+def test_a_recipe_that_is_applied_twice_is_refused():
+    recipe = pzs.Recipe(pzs.wrap(BLOCK, pzs.Checkpointed), pzs.wrap(BLOCK, pzs.Jitted))
+    recipe += pzs.jit_root()
+    edited = recipe.apply(model())
+    with pytest.raises(pzs.SelectionError) as caught:
+        recipe.apply(edited)
+    problems = caught.value.problems
+    assert [problem.path for problem in problems] == [FIRST, SECOND, FIRST, SECOND, ""]
+    for problem, kind in zip(problems, ["Checkpointed"] * 2 + ["Jitted"] * 3, strict=True):
+        assert f"strip(model, {kind})" in problem.fix
+    assert recipe.apply(pzs.strip(edited)) == edited
+    # Another setting is another wrapper.
+    assert apply(edited, pzs.wrap(BLOCK, pzs.Checkpointed, policy="dots"))
 
 
 def test_apply_of_a_tree_without_layers():

@@ -79,8 +79,7 @@ def compare(own: Sequence[Any], exact: Sequence[Any] | None, allowance: Allowanc
     """
     one, other = own
     if one.shape != other.shape or one.dtype != other.dtype:
-        fact = f"{one.dtype}{one.shape} became {other.dtype}{other.shape}"
-        return Difference(fact=fact)
+        return Difference(fact=f"{one.dtype}{one.shape} became {other.dtype}{other.shape}")
     if not is_float(one):
         count = int(np.sum(one != other))
         return Difference(fact=f"{count} of {one.size} elements differ" if count else "")
