@@ -20,6 +20,7 @@ from penzai_shard.errors import (
     CheckpointNotFoundError,
     Problem,
     Problems,
+    RuleTypeError,
 )
 from penzai_shard.paths import join_paths, nearest
 
@@ -50,8 +51,8 @@ class Layer:
         window: How many positions a token attends to; None for all before it.
         theta: The base of the wavelengths of rotary positions.
         factor: By how much positions are divided, so that longer texts fit.
-        bands: If only slow rotations are divided: how often these turn at most in texts of the
-            length behind, and how often those turn that are not divided; None for all.
+        bands: If only those of slow rotations are divided: how often these turn at most, and the
+            others at least, in a text of a length, and this length.
     """
 
     window: int | None
@@ -95,19 +96,26 @@ def read_config(config: Any) -> ModelConfig:
         CheckpointDamagedError: The file holds no table of attributes.
         CheckpointMismatchError: Attributes are missing, or ask for what Penzai's model does not
             compute; all of them are in it.
+        RuleTypeError: It is none of these three.
 
     >>> read_config("llama-3-8b")["hidden_size"]
     4096
     """
-    is_given = isinstance(config, Mapping)
-    source = "config" if is_given else os.fspath(config)
-    given = config if is_given else _read_json(source)
+    source, given = "config", config
+    if isinstance(config, str | os.PathLike):
+        source = os.fspath(config)
+        given = _read_json(source)
+    if not isinstance(given, Mapping):
+        what = f"it is a {type(given).__name__}"
+        problem = Problem("config", what, "Write config={...}, a path, or a published name.")
+        raise RuleTypeError("read_config:", [problem])
     family = _find_family(source, given)
     problems, own_problems = Problems(f"{source} is no {family.name} of Penzai:"), Problems("")
     own = given
     if family.part:
-        around = _check_attributes(given, _AROUND_TEXT, problems)
-        own = around[family.part] or {}
+        own = _check_attributes(given, _AROUND_TEXT, problems)[family.part]
+        if not isinstance(own, Mapping):
+            problems.raise_if_any(CheckpointMismatchError)
     values = _check_attributes(_flatten_rope(own), family.attributes, own_problems)
     # What cannot be read is compared with nothing.
     is_readable = not any(problem.kind == "unreadable" for problem in own_problems)
@@ -135,8 +143,9 @@ def _read_json(source: str) -> Mapping[str, Any]:
     try:
         given = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        near = nearest(source.rpartition("/")[2].lower(), known) or known[0]
-        fix = f"Write {near!r}; published are {', '.join(known)}."
+        near = nearest(source.rpartition("/")[2].lower(), known)
+        meant = repr(near) if near else "the path of a config.json"
+        fix = f"Write {meant}; published are {', '.join(known)}."
         problem = Problem("", f"{source!r} is no file and no published name", fix)
         raise CheckpointNotFoundError("there is no such configuration:", [problem]) from error
     except (ValueError, RecursionError):

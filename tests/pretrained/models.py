@@ -192,18 +192,20 @@ def convert_by_penzai(name, tensors, use_layer_stack=False):
         def state_dict(self):
             embeddings = tensors.get("model.embed_tokens.weight")
             every = {"lm_head.weight": embeddings, **tensors}
-            return {key: jnp.asarray(tensor) for key, tensor in every.items() if tensor is not None}
+            return {key: tensor for key, tensor in every.items() if tensor is not None}
 
     model = GPTNeoXForCausalLM()
-    if name != "gpt_neox":
-        return llamalike_common.llamalike_from_huggingface_model(
-            model, use_layer_stack=use_layer_stack
-        )
     library = types.SimpleNamespace(
         GPTNeoXForCausalLM=GPTNeoXForCausalLM, GPTNeoXConfig=lambda: model.config
     )
-    with mock.patch.dict(sys.modules, transformers=library):
-        return gpt_neox.gpt_neox_from_huggingface_model(model, use_layer_stack=use_layer_stack)
+    convert = llamalike_common.llamalike_from_huggingface_model
+    if name == "gpt_neox":
+        convert = gpt_neox.gpt_neox_from_huggingface_model
+    with (
+        mock.patch.dict(sys.modules, transformers=library),
+        mock.patch.object(jax.dlpack, "from_dlpack", jnp.asarray),
+    ):
+        return convert(model, use_layer_stack=use_layer_stack)
 
 
 def _convert_gemma(config, tensors, use_layer_stack):
@@ -261,14 +263,14 @@ def _convert_gemma(config, tensors, use_layer_stack):
             for each in "qkv"
         }
         layer = {flax: {"scale": own[torch]} for flax, torch in norms.items()}
-        layer["mlp/gating_einsum"] = {"w": np.stack([own["mlp.gate_proj"], own["mlp.up_proj"]])}
+        layer["mlp/gating_einsum"] = {"w": jnp.stack([own["mlp.gate_proj"], own["mlp.up_proj"]])}
         layer["mlp/linear"] = {"w": own["mlp.down_proj"].T}
         layer["attn/attn_vec_einsum"] = {"w": own["self_attn.o_proj"].T.reshape(-1, size, hidden)}
         if queries == keys:
-            layer["attn/qkv_einsum"] = {"w": np.stack([*heads.values()])}
+            layer["attn/qkv_einsum"] = {"w": jnp.stack([*heads.values()])}
         else:
             layer["attn/q_einsum"] = {"w": heads["q"]}
-            layer["attn/kv_einsum"] = {"w": np.stack([heads["k"], heads["v"]])}
+            layer["attn/kv_einsum"] = {"w": jnp.stack([heads["k"], heads["v"]])}
         arrays |= {f"layer_{number}/{key}": value for key, value in layer.items()}
     arrays = jax.tree.map(jnp.asarray, arrays)
     with (

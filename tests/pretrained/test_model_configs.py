@@ -12,6 +12,7 @@ from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    RuleTypeError,
 )
 from penzai_shard.pretrained import model_configs
 from penzai_shard.pretrained.families import model_of_config
@@ -81,6 +82,8 @@ REFUSED = [
         COPY,
     ),
     ("gemma3_images", {"fusion": "late"}, "fusion", LEAVE_OUT),
+    ("gemma3_images", {"text_config": None}, "text_config", "whole config.json"),
+    ("gemma3_images", {"text_config": 3}, "text_config", COPY),
     ("gemma3_images", {"vision_config": 3}, "vision_config", COPY),
 ]
 ACCEPTED = [
@@ -238,14 +241,27 @@ def test_read_config_refuses_files_that_hold_no_attributes(tmp_path, text):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("llama-3-7b", "llama-3-70b"), ("google/Gemma-2-9B", "gemma-2-9b"), ("missing/folder", "")],
+    [
+        ("llama-3-7b", "'llama-3-70b'"),
+        ("google/Gemma-2-9B", "'gemma-2-9b'"),
+        ("missing/folder", "the path of a config.json"),
+    ],
 )
 def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near):
     with pytest.raises(CheckpointNotFoundError) as caught:
         read_config(name)
     (problem,) = caught.value.problems
-    assert f"Write '{near}" in problem.fix
+    assert f"Write {near}; " in problem.fix
     assert all(name in problem.fix for name in published_names())
+
+
+@pytest.mark.parametrize("config", [3, None, ["llama-3-8b"], b"llama-3-8b"])
+def test_read_config_refuses_what_is_no_configuration(config):
+    with pytest.raises(RuleTypeError) as caught:
+        read_config(config)
+    (problem,) = caught.value.problems
+    assert problem.path == "config"
+    assert "config={...}" in problem.fix
 
 
 # Embeddings once where they are tied, as papers and model cards count.
