@@ -183,11 +183,10 @@ class ChecksumStore:
         checksums = {}
         for name, shape in self._shapes.items():
             first, second, count = (next(totals) for _ in range(3))
+            checksums[name] = write_checksum((first, second))
             if count != math.prod(shape):
                 # Only parts of it were wanted, or parts overlapped: it is read for this only.
                 checksums[name] = read_checksum(self._store, name, shape)
-            else:
-                checksums[name] = write_checksum((first, second))
         return checksums
 
 
@@ -245,7 +244,6 @@ def fill_arrays(
     ]
     turn, budget = threading.Lock(), threading.Semaphore(_MIB_IN_FLIGHT)
     has_64_bits = device_dtype(float) == "float64"  # Threads do not inherit it.
-
     unreturned = 0
 
     def place(group: _Group) -> list[jax.Array]:
@@ -301,9 +299,8 @@ def fill_arrays(
 
 def _return_memory() -> None:
     """Gives the system what was freed: glibc keeps it, for each thread (measured: 50 MiB)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim:
-        trim(0)
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 def _group_parts(
