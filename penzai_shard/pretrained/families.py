@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
-from penzai_shard.errors import CheckpointMismatchError, Problem, Problems, RuleTypeError
+from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.pretrained.model_configs import Layer, ModelConfig, read_config
 
 Initializer = Callable[[Any], Any]
@@ -39,8 +39,8 @@ def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bo
 
     Raises:
         CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError: As
-            ``read_config``; also if blocks that differ shall be one stack.
-        RuleTypeError: Penzai has no models of this dtype.
+            ``read_config``.
+        RuleTypeError: Penzai has no models of this dtype, or blocks that differ shall be one stack.
 
     >>> from penzai_shard import make_plan
     >>> plan = make_plan(model_of_config("llama-3-8b"), {"data": 4}, {"embedding": "data"})
@@ -88,23 +88,24 @@ def make_initializer(
         vocabulary: How many tokens it has, if these are more than the configuration says.
 
     Raises:
-        CheckpointMismatchError: Blocks that differ cannot be one stack.
-        RuleTypeError: There are no models of this dtype, or fewer tokens are asked for.
+        RuleTypeError: There are no models of this dtype, blocks that differ shall be one stack, or
+            there are more tokens than are asked for.
     """
-    family, dtype = FAMILIES[config.family], jnp.dtype(dtype)
-    tokens = vocabulary or config["vocab_size"]
+    family, known = family_of(config), config["vocab_size"]
+    tokens = known if vocabulary is None else vocabulary
+    dtype_name = getattr(dtype, "__name__", str(dtype))
+    problems = Problems(f"cannot build {config.source}:")
+    if dtype_name not in _DTYPES:
+        fix = "Write dtype='bfloat16' or dtype='float32'."
+        problems.add("dtype", f"Penzai has no models of {dtype_name}", fix)
     if use_layer_stack and not family.stacks(config):
         what = f"the layers of this {family.name} differ, and cannot be one stack"
-        problem = Problem("use_layer_stack", what, "Leave it out.")
-        raise CheckpointMismatchError(f"cannot build {config.source}:", [problem])
-    problems = Problems(f"cannot build {config.source}:")
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        what = f"Penzai has no models of {dtype}"
-        problems.add("dtype", what, "Write dtype='bfloat16' or dtype='float32'.")
-    if tokens < config["vocab_size"]:
-        what = f"{tokens} is less than vocab_size, {config['vocab_size']}"
+        problems.add("use_layer_stack", what, "Leave it out.")
+    if tokens < known:
+        what = f"{tokens} is less than vocab_size, {known}"
         problems.add("vocabulary", what, "Write a greater number.")
     problems.raise_if_any(RuleTypeError)
+    dtype = jnp.dtype(dtype_name)
     build = family.build(
         dataclasses.replace(config, values={**config.values, "vocab_size": tokens}),
         parameter_dtype=dtype,
@@ -152,8 +153,7 @@ def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
 
         def rotate(attention: Any, layer: Layer) -> Any:
             def change(rope: pz.nn.ApplyRoPE) -> Any:
-                if rope.max_wavelength != layer.theta:
-                    rope = dataclasses.replace(rope, max_wavelength=layer.theta)
+                rope = dataclasses.replace(rope, max_wavelength=layer.theta)
                 scaled = ApplyScaledRoPE(rope, layer.factor, layer.bands)
                 return rope if layer.factor == 1.0 else scaled
 
@@ -167,8 +167,7 @@ def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
 
 
 def _build_gemma(config: ModelConfig, **fields: Any) -> Initializer:
-    own = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}
-    return _build_llama(config, **own, **fields)
+    return _build_llama(config, mlp_variant="geglu_approx", tie_embedder_and_logits=True, **fields)
 
 
 def _build_gemma_2(config: ModelConfig, **fields: Any) -> Initializer:
@@ -200,9 +199,9 @@ def _build_gemma_3(config: ModelConfig, **fields: Any) -> Initializer:
 
         def change(number: int, attention: Any) -> Any:
             name = f"transformer/block_{number}/attention"
-            query = insert(attention.input_to_query, f"{name}/query_norm")
-            key = insert(attention.input_to_key, f"{name}/key_norm")
-            return dataclasses.replace(attention, input_to_query=query, input_to_key=key)
+            queries = insert(attention.input_to_query, f"{name}/query_norm")
+            keys = insert(attention.input_to_key, f"{name}/key_norm")
+            return dataclasses.replace(attention, input_to_query=queries, input_to_key=keys)
 
         attention = pz.select(build_gemma_2(key)).at_instances_of(pz.nn.Attention)
         return attention.set_sequence(map(change, itertools.count(), attention.get_sequence()))
@@ -220,7 +219,7 @@ def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
         num_decoder_blocks=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         activation_fn=activations.get(config["hidden_act"], "gelu_approx"),
-        rope_wavelength=config["rope_theta"],
+        rope_wavelength=config.layers[0].theta,
         rope_subset_size=config["rotated"],
         layernorm_epsilon=config["layer_norm_eps"],
         **fields,
@@ -239,7 +238,7 @@ def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
 class ApplyScaledRoPE(pz.nn.Layer):  # type: ignore[misc]
     """Rotary embeddings of positions that are divided by a number, so that longer texts fit.
 
-    Llama 3.1 divides slow rotations only (model card of meta-llama/Llama-3.1-8B, "RoPE scaling").
+    From Llama 3.1 on, those of slow rotations only are: the rope type ``llama3`` of transformers.
 
     Attributes:
         rope: The rotary embeddings that are changed.
@@ -317,9 +316,15 @@ def _plus_one(table: Mapping[str, str]) -> dict[str, str]:
     return {name: text.replace(": ", ": 1+ ") for name, text in table.items()}
 
 
-_EMBEDDER = {"model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding"}
-_FINAL_NORM = {"model.norm.weight": "final_norm/scale.weights: embedding"}
-_LM_HEAD = {"lm_head.weight": "lm_head.weights: vocabulary embedding"}
+_GEMMA = {
+    "model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding",
+    "model.norm.weight": "final_norm/scale.weights: 1+ embedding",
+}
+_LLAMA = {
+    **_GEMMA,
+    "model.norm.weight": "final_norm/scale.weights: embedding",
+    "lm_head.weight": "lm_head.weights: vocabulary embedding",
+}
 _BLOCK = {
     "mlp.gate_proj.weight": "mlp/gating_linear.weights: neurons embedding",
     "mlp.up_proj.weight": "mlp/value_linear.weights: neurons embedding",
@@ -372,50 +377,29 @@ _NEOX_BLOCK = {
     "attention.dense.bias": "attention/output/AddBias.bias: embedding",
 }
 
-_LLAMA = Family(
-    "Llama",
-    _build_llama,
-    {**_EMBEDDER, **_FINAL_NORM, **_LM_HEAD},
-    {**_NORMS, **_BLOCK},
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
-)
+_LLAMA_BLOCK = {**_NORMS, **_BLOCK}
+_GEMMA_BLOCK = {**_plus_one(_NORMS), **_BLOCK}
+_GEMMA_2_BLOCK = {**_plus_one(_NORMS_AROUND), **_BLOCK}
+_GEMMA_3_BLOCK = {**_GEMMA_2_BLOCK, **_plus_one(_NORMS_OF_HEADS)}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 # Penzai's Gemma has one parameter for the tokens that go in and those that come out.
-_GEMMA = Family(
-    "Gemma",
-    _build_gemma,
-    {**_EMBEDDER, **_plus_one(_FINAL_NORM)},
-    {**_plus_one(_NORMS), **_BLOCK},
-)
-_GEMMA_2 = dataclasses.replace(
-    _GEMMA,
-    name="Gemma 2",
-    build=_build_gemma_2,
-    of_block={**_plus_one(_NORMS_AROUND), **_BLOCK},
-)
-_GEMMA_3 = dataclasses.replace(
-    _GEMMA,
-    name="Gemma 3",
-    build=_build_gemma_3,
-    of_block={**_plus_one({**_NORMS_AROUND, **_NORMS_OF_HEADS}), **_BLOCK},
-    has_alike_blocks=False,
-)
-_NEOX_FAMILY = Family(
-    "GPT-NeoX",
-    _build_neox,
-    _NEOX,
-    _NEOX_BLOCK,
-    blocks="gpt_neox.layers.{}.",
-    tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
-    harmless=("**.attention.bias", "**.attention.masked_bias", "**.rotary_emb.inv_freq"),
-)
+_GEMMA_3 = Family("Gemma 3", _build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, has_alike_blocks=False)
 _ALL = (
-    _LLAMA,
-    dataclasses.replace(_LLAMA, name="Mistral"),
-    _GEMMA,
-    _GEMMA_2,
+    Family("Llama", _build_llama, _LLAMA, _LLAMA_BLOCK, tied=_TIED),
+    Family("Mistral", _build_llama, _LLAMA, _LLAMA_BLOCK, tied=_TIED),
+    Family("Gemma", _build_gemma, _GEMMA, _GEMMA_BLOCK),
+    Family("Gemma 2", _build_gemma_2, _GEMMA, _GEMMA_2_BLOCK),
     _GEMMA_3,
     dataclasses.replace(_GEMMA_3, name="Gemma 3 with images", prefix="language_model."),
-    _NEOX_FAMILY,
+    Family(
+        "GPT-NeoX",
+        _build_neox,
+        _NEOX,
+        _NEOX_BLOCK,
+        blocks="gpt_neox.layers.{}.",
+        tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
+        harmless=("**.attention.bias", "**.attention.masked_bias", "**.rotary_emb.inv_freq"),
+    ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 """The families that are known, by name."""

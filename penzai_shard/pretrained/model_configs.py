@@ -28,12 +28,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _PUBLISHED = pathlib.Path(__file__).parent / "configurations"
 _OWN_MODEL = "Build the model yourself, and load it with into=."
 _COPY = "Copy it from the published config.json."
-_LONGEST, _MOST_LAYERS, _GREATEST = 2**31 - 1, 10_000, 1e300
+_LONGEST, _MOST_LAYERS, _GREATEST = 2**31 - 1, 10_000, 1e30
 _MISSING: Any = object()
 
 # ``pretraining_tp`` is about sums in another order; default rotary positions have no greatest one.
 _CHANGE_NO_NUMBER = """
-    _attn_implementation_autoset _name_or_path architectures bos_token_id cache_implementation
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures bos_token_id cache_implementation
     classifier_dropout decoder_start_token_id do_sample dtype eos_token_id gradient_checkpointing
     id2label initializer_range label2id max_length max_position_embeddings max_sequence_length
     model_type output_attentions output_hidden_states pad_token_id pretraining_tp return_dict
@@ -194,20 +194,18 @@ class _Attribute:
     or_none: bool = False
 
 
-def _size(default: Any = None, *also: str, most: int = _LONGEST, **more: Any) -> _Attribute:
+def _number(
+    default: Any = None, *also: str, kinds: Any = int | float, most: Any = _GREATEST, **more: Any
+) -> _Attribute:
     def fits(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+        return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
 
-    text = f"a whole number from 1 to {most:,}"
+    text = f"a {'whole ' if kinds is int else ''}number above 0, up to {most:,}"
     return _Attribute("unreadable", text, fits, default, also, **more)
 
 
-def _number(default: Any = None, *also: str, **more: Any) -> _Attribute:
-    def fits(value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and 0 < value < _GREATEST
-
-    return _Attribute("unreadable", "a number above 0", fits, default, also, **more)
+def _size(default: Any = None, *also: str, most: int = _LONGEST, **more: Any) -> _Attribute:
+    return _number(default, *also, kinds=int, most=most, **more)
 
 
 def _one_of(*accepted: Any, also: tuple[str, ...] = ()) -> _Attribute:
@@ -280,21 +278,23 @@ def _complete_heads(values: dict[str, Any], problems: Problems) -> None:
     size = values["head_dim"] = values["head_dim"] or hidden // queries
     rotated = values["rotated"] = int(values["partial_rotary_factor"] * size)
     if not 0 < rotated <= size or rotated % 2:
+        name = "head_dim" if rotated == size else "partial_rotary_factor"
         what = f"positions rotate {rotated} of the {size} numbers of a head"
-        problems.add("head_dim", what, "Let them rotate an even number.")
+        problems.add(name, what, "Let them rotate an even number.")
 
 
 def _read_layer(values: dict[str, Any], problems: Problems, window: int | None) -> Layer:
     kind, factor = values["rope_type"], values.get("rope_factor", 1.0)
     if kind == "default" and factor != 1.0:
-        problems.add("rope_factor", f"it is {factor}, and the type is 'default'", "Leave it out.")
+        what = f"it is 'default', and positions are divided by a factor, {factor}"
+        problems.add("rope_type", what, "Leave the factor out.")
     bands = None
     if kind == "llama3":
         bands = tuple(values[name] for name in _BANDS)
         if None in bands or bands[0] >= bands[1]:
             what = f"{', '.join(_BANDS)} are {bands}, and are numbers in rising order"
             problems.add(_BANDS[0], what, _COPY)
-    return Layer(window, values["rope_theta"], factor, bands)
+    return Layer(window, float(values["rope_theta"]), factor, bands)
 
 
 def _read_alike_layers(values: dict[str, Any], problems: Problems) -> Sequence[Layer]:
@@ -309,12 +309,12 @@ def _read_mixed_layers(values: dict[str, Any], problems: Problems) -> Sequence[L
     full = _read_layer(values, problems, None)
     count, window = values["num_hidden_layers"], values["sliding_window"]
     local_theta = values.get("rope_local_base_freq", full.theta)
-    kinds = {FULL: full, SLIDING: Layer(window, local_theta)}
+    kinds = {FULL: full, SLIDING: Layer(window, float(local_theta))}
     pattern = values["sliding_window_pattern"]
-    listed = values["layer_types"] or [
-        SLIDING if number % pattern else FULL for number in range(1, count + 1)
-    ]
-    if len(listed) != count or not all(kind in kinds for kind in listed):
+    listed = values["layer_types"]
+    if listed is None:
+        listed = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
+    if len(listed) != count or not all(kind in (FULL, SLIDING) for kind in listed):
         what = f"it is {reprlib.repr(listed)}, and has to name {FULL} or {SLIDING} {count} times"
         problems.add("layer_types", what, _COPY)
         return ()
