@@ -5,6 +5,7 @@ file. The marker says that the section must be there: without it a damaged secti
 checkpoint pass for one of Orbax only, which has no names and no checksums.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +13,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
-from penzai_shard.checkpoints import storage, tensor_files
+from penzai_shard.checkpoints import object_stores, storage, tensor_files
 from penzai_shard.checkpoints.filling import OpenableStore
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError, ShardingError
@@ -172,6 +173,17 @@ def is_checkpoint(directory: pathlib.Path) -> bool:
     return any(os.path.isfile(directory / name) for name in names)
 
 
+@contextlib.contextmanager
+def _refuse_junk(path: object, file: str) -> Iterator[None]:
+    """Refuses a checkpoint, by a file, if what is in it cannot be what was saved."""
+    try:
+        yield
+    except _NO_JSON as error:
+        if isinstance(error, ShardingError):
+            raise
+        storage.refuse_damage(path, {file: f"it cannot be read: {error!r:.100}"})
+
+
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """What the checkpoint at a path holds.
 
@@ -179,6 +191,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         CheckpointNotFoundError: There is none.
         CheckpointDamagedError: It is not as it was saved; all that differs is in it.
     """
+    if object_stores.is_url(path):
+        return _read_remote(str(path))
     final = absolute_path(path)
     directory = content_of(final)
     if not is_checkpoint(directory):
@@ -193,19 +207,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         if not file.is_dir() and not (file.is_file() and os.access(file, os.R_OK))
     ]
     storage.refuse_damage(final, dict.fromkeys(map(str, others), "it is no readable file"))
-    try:
+    with _refuse_junk(final, f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"):
         # Old releases of Orbax wrote no file.
         file = directory / METADATA
         content = json.loads(file.read_bytes()) if file.exists() else {}
         metadata = dict(content.get("custom_metadata") or {})
         if SECTION in metadata or (directory / MARKER).exists():
-            return _read_own(final, directory, metadata)
+            return _read_own(final, directory / storage.STATE, metadata)
         store = storage.find_plain_store(final, directory)
-    except ShardingError:
-        raise
-    except _NO_JSON as error:
-        files = f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"
-        storage.refuse_damage(final, {files: f"it cannot be read: {error!r:.100}"})
     if store is None:
         raise CheckpointNotFoundError("there is no checkpoint:", [_explain_absence(final)])
 
@@ -239,13 +248,8 @@ def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
     if any(MARKER in {*texts, *texts.values()} for texts in store.texts.values()):
         said: dict[str, dict[str, ArrayRecord]] = {}
         for file, texts in store.texts.items():
-            try:
+            with _refuse_junk(final, file):
                 said[file] = _read_section(final, file, json.loads(texts.get(SECTION, "")), {})
-            except _NO_JSON as error:
-                if isinstance(error, ShardingError):
-                    raise
-                what = f"what it says of its arrays cannot be read: {error!r:.100}"
-                storage.refuse_damage(final, {file: what})
         first, records = next(iter(said.items()))
         others = [file for file in said if said[file] != records]
         storage.refuse_damage(final, dict.fromkeys(others, f"it is of another save than {first}"))
@@ -254,17 +258,31 @@ def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
     return Manifest(str(final), "tensors", records, {}, store)
 
 
-def _read_own(final: pathlib.Path, directory: pathlib.Path, metadata: dict[str, Any]) -> Manifest:
+def _read_remote(url: str) -> Manifest:
+    """The same in an object store, of what this library saved there."""
+    content = object_stores.read_object(url, METADATA)
+    if content is None or object_stores.read_object(url, MARKER) is None:
+        fix = "Write the url that saving returned; copy what others have saved to a disk."
+        problem = Problem(url, "it is no whole checkpoint of this library", fix)
+        raise CheckpointNotFoundError("there is no checkpoint:", [problem])
+    with _refuse_junk(url, METADATA):
+        metadata = json.loads(content)["custom_metadata"]
+        return _read_own(url, f"{url.rstrip('/')}/{storage.STATE}", metadata)
+
+
+def _read_own(
+    final: pathlib.Path | str, directory: pathlib.Path | str, metadata: dict[str, Any]
+) -> Manifest:
     section = metadata.pop(SECTION)
     kind = section["kind"]
     records = _read_section(final, METADATA, section, metadata)
     prefixes = {name: name for name in records}
-    store = storage.OrbaxStore(final, directory / storage.STATE, prefixes)
+    store = storage.OrbaxStore(final, directory, prefixes)
     return Manifest(str(final), kind, records, metadata, store)
 
 
 def _read_section(
-    final: pathlib.Path, file: str, section: dict[str, Any], metadata: Mapping[str, Any]
+    final: pathlib.Path | str, file: str, section: dict[str, Any], metadata: Mapping[str, Any]
 ) -> dict[str, ArrayRecord]:
     version = section["version"]
     if version != VERSION:

@@ -22,6 +22,7 @@ from penzai_shard.arrays.kinds import is_key_type, is_struct
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.checkpoints.filling import read_checksum
 from penzai_shard.checkpoints.manager import CheckpointManager
+from penzai_shard.checkpoints.object_stores import is_url, read_object
 from penzai_shard.checkpoints.parameters import (
     find_parameters,
     is_train_state,
@@ -38,6 +39,7 @@ from penzai_shard.checkpoints.records import (
 )
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.checkpoints.restoring import open_arrays
+from penzai_shard.checkpoints.storage import STATE
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointDamagedError
 from penzai_shard.meshes import mesh_text
@@ -88,8 +90,8 @@ def describe_checkpoint(path: Any) -> Report:
     >>> report.to_data()["rows"][0]
     {'path': 'v', 'axes': '8', 'dtype': 'float32', 'size': 32, 'checksum': '...'}
     """
-    content = content_of(absolute_path(path))
-    if content.is_dir() and not is_checkpoint(content):
+    content = None if is_url(path) else content_of(absolute_path(path))
+    if content and content.is_dir() and not is_checkpoint(content):
         manager = CheckpointManager(content)
         if steps := manager.steps():
             return _describe_run(manager, steps)
@@ -113,7 +115,7 @@ def describe_checkpoint(path: Any) -> Report:
         lay = LeafPlan(name, record.names, record.shape, None, specs.get(name), None, "", 0)
         rows.append((name, lay.axes_text, record.dtype, record.nbytes, record.values))
     what = "arrays of plain Orbax" if manifest.kind is None else manifest.kind
-    if content.is_dir():
+    if content and content.is_dir():
         saved = datetime.datetime.fromtimestamp(content.stat().st_mtime)
         notes.append(f"saved at {saved:%Y-%m-%d %H:%M:%S}")
     if mesh:
@@ -130,9 +132,12 @@ def describe_checkpoint(path: Any) -> Report:
 
 def _read_specs(manifest: Manifest) -> tuple[dict[str, PartitionSpec], dict[str, int]]:
     """How each array lay when it was saved, and on which mesh; nothing where nobody wrote it."""
-    file = next(content_of(absolute_path(manifest.path)).rglob(_SHARDINGS), None)
-    entries = {} if file is None else json.loads(file.read_bytes())
-    specs, mesh = {}, {}
+    if is_url(manifest.path):
+        text = read_object(manifest.path, f"{STATE}/{_SHARDINGS}")
+    else:
+        file = next(content_of(absolute_path(manifest.path)).rglob(_SHARDINGS), None)
+        text = None if file is None else file.read_bytes()
+    entries, specs, mesh = json.loads(text or "{}"), {}, {}
     prefixes: Mapping[str, str] = getattr(manifest.store, "prefixes", {})
     for name, prefix in prefixes.items():
         entry = json.loads(entries.get(base64.b64encode(prefix.encode()).decode(), "{}"))
@@ -156,8 +161,8 @@ def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:
     columns = (Column("step"), Column("size", "bytes"), *map(Column, names), Column("", "detail"))
     rows = []
     for step in steps:
-        size, metrics = found.get(step, (None, dict[str, float]()))
-        rows.append((step, size, *map(metrics.get, names), problems.get(step)))
+        held, metrics = found.get(step, (None, {}))
+        rows.append((step, held, *map(metrics.get, names), problems.get(step)))
     verdict = f"{len(steps):,} checkpoint{'s' * (len(steps) != 1)}, the newest of step {steps[-1]}"
     return Report("Run", verdict, columns, rows, ok=not problems, facts={"path": manager.path})
 

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.checkpoints.filling import ChecksumStore, Index, Source, Store, fill_arrays
+from penzai_shard.checkpoints.object_stores import is_url
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, absolute_path, read_manifest
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.errors import CheckpointDamagedError
 from penzai_shard.processes import agreement
+from penzai_shard.progress import Bar, progress
 from penzai_shard.reports.quantities import bytes_text
 
 Sources = Mapping[str, Source]
@@ -34,6 +36,7 @@ def restore(
     *,
     verify: bool = True,
     free: Any = (),
+    shown: bool = False,
 ) -> dict[str, jax.Array]:
     """Restores arrays, on any devices; with several processes all call it.
 
@@ -49,6 +52,7 @@ def restore(
         verify: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
         free: A tree of arrays that are deleted once the checkpoint is found to fit.
+        shown: Whether a terminal shows a bar of what is read.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -68,7 +72,7 @@ def restore(
             spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
             agreement.refuse_differences(called, spread)
             with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
-                return _read_arrays(manifest, sources, structs, verify, free)
+                return _read_arrays(manifest, sources, structs, verify, free, shown)
         except CheckpointDamagedError:
             after = agreement.on_first("looking for a checkpoint again", lambda: _identify(path))
             if after == before or attempt == _MOST_ATTEMPTS:
@@ -76,7 +80,9 @@ def restore(
 
 
 def _identify(path: str | os.PathLike[str]) -> list[int]:
-    """What changes if the directory at a path becomes another one."""
+    """What changes if the directory at a path becomes another one; nothing of an object store."""
+    if is_url(path):
+        return []
     try:
         found = os.stat(content_of(absolute_path(path)))
     except OSError:
@@ -89,7 +95,7 @@ def _is_spread(struct: jax.ShapeDtypeStruct) -> bool:
 
 
 def _read_arrays(
-    manifest: Manifest, sources: Sources, structs: Structs, verify: bool, free: Any
+    manifest: Manifest, sources: Sources, structs: Structs, verify: bool, free: Any, shown: bool
 ) -> dict[str, jax.Array]:
     # In one order in all processes. Arrays without elements have an entry only.
     names = sorted({name for source in sources.values() for name in source.stored})
@@ -100,8 +106,6 @@ def _read_arrays(
     for array in jax.tree.leaves(free):
         if isinstance(array, jax.Array):
             array.delete()
-    store = _MeteredStore(manifest.store)
-
     # Random keys are read as their numbers, and made again.
     record_of = {name: records[source.stored[0]] for name, source in sources.items()}
     pairs = {
@@ -109,10 +113,11 @@ def _read_arrays(
         for name, source in sources.items()
     }
     checked = [name for name in full if verify and records[name].values]
-    checksums = ChecksumStore(store, {name: records[name].stored_shape for name in checked})
-    arrays = fill_arrays(pairs, store, checksums)
-
-    found = checksums.compute_checksums()
+    with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
+        store = _MeteredStore(manifest.store, bar)
+        checksums = ChecksumStore(store, {name: records[name].stored_shape for name in checked})
+        arrays = fill_arrays(pairs, store, checksums)
+        found = checksums.compute_checksums()
     changed = [name for name in checked if found[name] != records[name].values]
     refuse_damage(
         manifest.path, dict.fromkeys(changed, "its numbers are not those that were saved")
@@ -143,8 +148,8 @@ def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
 class _MeteredStore:
     """A store that counts what is read from it, and what the process holds meanwhile."""
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._lock = store, threading.Lock()
+    def __init__(self, store: Store, bar: Bar) -> None:
+        self._store, self._lock, self._bar = store, threading.Lock(), bar
         self._read, self._before = 0, _read_resident_bytes()
         self._peak = self._before
 
@@ -153,6 +158,7 @@ class _MeteredStore:
         piece = self._store.read(name, index, shape)
         with self._lock:
             self._read += piece.nbytes
+            self._bar.advance(piece.nbytes)
             self._peak = max(self._peak, _read_resident_bytes())
         return piece
 
@@ -179,9 +185,10 @@ def _read_as_numbers(
     source: Source, struct: jax.ShapeDtypeStruct, record: ArrayRecord
 ) -> tuple[Source, jax.ShapeDtypeStruct]:
     """The same for the numbers as which random keys are stored, in a dimension behind their own."""
-    rank, shape = len(record.shape), record.stored_shape
-    order = (*source.order, *range(rank, len(shape)))
+    # Tensors may be looked at in another shape than the stored one.
+    rank, behind = len(source.shape), record.stored_shape[len(record.shape) :]
+    shape, order = (*source.shape, *behind), (*source.order, *range(rank, rank + len(behind)))
     dtype = struct.dtype if record.key_impl is None else jnp.uint32
     sharding = struct.sharding or jnp.zeros(()).sharding
-    numbers = jax.ShapeDtypeStruct((*struct.shape, *shape[rank:]), dtype, sharding=sharding)
+    numbers = jax.ShapeDtypeStruct((*struct.shape, *behind), dtype, sharding=sharding)
     return dataclasses.replace(source, shape=shape, order=order), numbers

@@ -7,6 +7,7 @@ same calls: each writes what its devices hold, and the first one puts the result
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import pathlib
 import threading
@@ -20,6 +21,7 @@ import numpy as np
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_key_type
 from penzai_shard.arrays.structure import Leaf
+from penzai_shard.checkpoints.object_stores import begin_upload, is_url
 from penzai_shard.checkpoints.records import (
     MARKER,
     absolute_path,
@@ -69,8 +71,12 @@ def begin_save(
             it.
         CheckpointWriteError: The path is taken, or nothing can be written there.
     """
+    if is_url(path):
+        options: dict[str, Any] = {"metadata": metadata, "copy": copy}
+        begin = functools.partial(begin_save, called, leaves=leaves, kind=kind, **options)
+        return begin_upload(str(path), begin, overwrite=overwrite, last=MARKER)
     final = absolute_path(path)
-    on_first("looking for what is at a path", lambda: _refuse_existing(final, overwrite))
+    on_first("looking for what is at a path", lambda: refuse_existing(final, overwrite))
     with together("checking what is to be saved"):
         # On meshes with Auto axes.
         found, _ = run_inputs({leaf.path: leaf.value for leaf in leaves}, called)
@@ -86,7 +92,7 @@ def begin_save(
     refuse_differences(called, {name: repr(record) for name, record in records.items()})
 
     replacement, threads = Replacement(final), frozenset(threading.enumerate())
-    with _undo_on_failure(replacement, threads):
+    with undo_on_failure(replacement, threads):
         on_first(f"beginning to save to {final}", replacement.begin)
         # Not together with Orbax, which waits for processes that have failed.
         with together("looking for what the first process has made"):
@@ -97,12 +103,12 @@ def begin_save(
             wait = begin_writing(replacement.new, full, section, copy=copy)
 
     def put_in_place() -> None:
-        _refuse_existing(final, overwrite)
+        refuse_existing(final, overwrite)
         (replacement.new / MARKER).touch()
         replacement.commit()
 
     def finish() -> str:
-        with _undo_on_failure(replacement, threads):
+        with undo_on_failure(replacement, threads):
             with together("writing a checkpoint"):
                 wait()
             on_first("putting a checkpoint in its place", put_in_place)
@@ -112,9 +118,18 @@ def begin_save(
     return finish
 
 
-def _refuse_existing(final: pathlib.Path, overwrite: bool) -> None:
+def refuse_existing(
+    final: pathlib.Path,
+    overwrite: bool,
+    can_be_replaced: Callable[[pathlib.Path], bool] = is_checkpoint,
+) -> None:
+    """Refuses a path at which something is that is not to be replaced.
+
+    Raises:
+        CheckpointWriteError: There is.
+    """
     is_empty = final.is_dir() and not any(final.iterdir())
-    if os.path.lexists(final) and not (overwrite and (is_empty or is_checkpoint(final))):
+    if os.path.lexists(final) and not (overwrite and (is_empty or can_be_replaced(final))):
         fix = "Save to another path, or write overwrite=True, which replaces checkpoints only."
         problem = Problem(str(final), "something is there", fix)
         raise CheckpointWriteError("cannot save:", [problem])
@@ -138,7 +153,7 @@ def _read_numbers(array: Any, dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _undo_on_failure(
+def undo_on_failure(
     replacement: Replacement, before: Collection[threading.Thread]
 ) -> Iterator[None]:
     """Leaves nothing behind if a save fails, neither files nor threads that write them.

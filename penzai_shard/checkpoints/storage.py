@@ -92,7 +92,7 @@ class OrbaxStore:
 
     Args:
         path: The checkpoint, for messages.
-        directory: Where the arrays lie.
+        directory: Where the arrays lie, also a url.
         prefixes: The prefix of each array's keys, by its name.
         driver: TensorStore's name of the format of arrays.
         is_ocdbt: Whether the keys are in few large files, and not files themselves.
@@ -101,8 +101,8 @@ class OrbaxStore:
 
     def __init__(
         self,
-        path: pathlib.Path,
-        directory: pathlib.Path,
+        path: pathlib.Path | str,
+        directory: pathlib.Path | str,
         prefixes: Mapping[str, str],
         *,
         driver: str = "zarr3",
@@ -113,7 +113,8 @@ class OrbaxStore:
         self.prefixes, self._path, self._directory = prefixes, path, directory
         # A shared context would refuse what has replaced a checkpoint at its path.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        files = {"driver": "file", "path": f"{directory}/"}
+        is_url = isinstance(directory, str)
+        files: Any = f"{directory}/" if is_url else {"driver": "file", "path": f"{directory}/"}
         store = {"driver": "ocdbt", "base": files} if is_ocdbt else files
         self._store = self._ts.KvStore.Spec(store)
         missing = {"fill_missing_data_reads": not is_complete}
@@ -169,7 +170,9 @@ class OrbaxStore:
     def _reason(self, error: Exception) -> str:
         """What TensorStore says first, without its own source lines, in one line."""
         text = re.split(r" \[[a-z]|\n", str(error))[0]
-        return text.replace(str(self._directory), self._directory.name)[:_MOST_CHARACTERS]
+        return text.replace(str(self._directory), pathlib.PurePath(self._directory).name)[
+            :_MOST_CHARACTERS
+        ]
 
 
 def find_plain_store(path: pathlib.Path, directory: pathlib.Path) -> OrbaxStore | None:

@@ -175,7 +175,7 @@ def test_save_params_refuses_paths(tmp_path):
         with pytest.raises(pzs.CheckpointWriteError) as caught:
             pzs.save_params(taken, arrays, **options)
         assert paths_of(caught) == {str(taken)}
-    for wrong in ("gs://bucket/a", "", None):
+    for wrong in ("", None):
         with pytest.raises(pzs.RuleTypeError):
             pzs.save_params(wrong, arrays)
 

@@ -1,0 +1,108 @@
+"""Checkpoints by url: ``file://`` stands for the stores that TensorStore opens alike."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import penzai_shard as pzs
+from penzai_shard.checkpoints import object_stores
+from penzai_shard.checkpoints.reports import (
+    compare_checkpoints,
+    describe_checkpoint,
+    verify_checkpoint,
+)
+from tests.checkpoints.trees import assert_lies, blank, contents, params
+from tests.models import model
+
+WIDE, RULES = pzs.make_mesh({"data": 4, "model": 2}), {"features": "data"}
+MLP = model("penzai mlp")
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/bucket/run/params"
+
+
+def content_of(url):
+    return {p for p in pathlib.Path(url.removeprefix("file://")).rglob("*") if p.is_file()}
+
+
+def test_save_params_and_restore_params_by_url(url):
+    placed = pzs.place(MLP, WIDE, RULES)
+    assert pzs.save_params(url, placed) == url
+    restored = pzs.restore_params(url, blank(MLP), WIDE, RULES)
+    assert params(restored) == params(MLP)
+    assert_lies(restored, WIDE, RULES)
+    # What is there is what a disk would have.
+    assert params(pzs.restore_params(url.removeprefix("file://"), blank(MLP))) == params(MLP)
+    assert verify_checkpoint(url + "/").ok
+    assert compare_checkpoints(url, MLP).ok
+    assert describe_checkpoint(url).facts["mesh"] == {"data": 4, "model": 2}
+
+
+def test_save_train_state_and_restore_train_state_by_url(url):
+    state = pzs.TrainState.initial_state(MLP, optax.adam(1e-3), jax.random.key(0))
+    pzs.save_train_state(url, state)
+    other = pzs.TrainState.initial_state(MLP, optax.adam(1e-3), jax.random.key(1))
+    assert contents(pzs.restore_train_state(url, other, WIDE, RULES)) == contents(state)
+
+
+def test_save_params_by_url_replaces_nothing(url):
+    pzs.save_params(url, {"w": jnp.ones(8)})
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            pzs.save_params(url, {"w": jnp.zeros(8)}, **options)
+        assert {problem.path for problem in caught.value.problems} == {url}
+    assert compare_checkpoints(url, {"w": jnp.ones(8)}).ok
+    with pytest.raises(pzs.RuleTypeError):
+        pzs.CheckpointManager(url)
+
+
+def test_save_params_by_url_that_fails_leaves_nothing(url, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    sent, open_ = [], object_stores._open
+
+    class Full:
+        def __init__(self, store):
+            self._store = store
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+        def write(self, name, value):
+            sent.append(name)
+            if len(sent) == 3:
+                raise OSError("quota exceeded")
+            return self._store.write(name, value)
+
+    monkeypatch.setattr(object_stores, "_open", lambda url: Full(open_(url)))
+    with pytest.raises(pzs.CheckpointWriteError) as caught:
+        pzs.save_params(url, MLP)
+    assert "quota" in caught.value.problems[0].what
+    assert not content_of(url)
+    assert pzs.save_params(url, MLP) == url
+    assert sent[-1] == "penzai_shard"
+
+
+def test_restore_params_by_url_refuses_what_is_not_whole(url):
+    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
+        pzs.restore_params(url, MLP)
+    assert caught.value.problems[0].path == url
+    pzs.save_params(url, MLP)
+    folder = pathlib.Path(url.removeprefix("file://"))
+    for file in (folder / "state").rglob("*ocdbt"):
+        file.unlink()
+    with pytest.raises(pzs.CheckpointDamagedError):
+        pzs.restore_params(url, MLP)
+    (folder / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(pzs.CheckpointDamagedError):
+        pzs.restore_params(url, MLP)
+    (folder / "penzai_shard").unlink()
+    for path in (url, "nothing://bucket/a"):
+        with pytest.raises(pzs.CheckpointNotFoundError):
+            pzs.restore_params(path, MLP)
+    with pytest.raises(pzs.CheckpointWriteError):
+        pzs.save_params("nothing://bucket/a", MLP)
