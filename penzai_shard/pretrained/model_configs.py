@@ -33,12 +33,12 @@ _MISSING: Any = object()
 
 # ``pretraining_tp`` is about sums in another order; default rotary positions have no greatest one.
 _CHANGE_NO_NUMBER = """
-    _attn_implementation _attn_implementation_autoset _name_or_path architectures bos_token_id cache_implementation
-    classifier_dropout decoder_start_token_id do_sample dtype eos_token_id gradient_checkpointing
-    id2label initializer_range label2id max_length max_position_embeddings max_sequence_length
-    model_type output_attentions output_hidden_states pad_token_id pretraining_tp return_dict
-    sep_token_id temperature tokenizer_class top_k top_p torch_dtype transformers_version
-    unk_token_id use_cache
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures bos_token_id
+    cache_implementation classifier_dropout decoder_start_token_id do_sample dtype eos_token_id
+    gradient_checkpointing id2label initializer_range label2id max_length
+    max_position_embeddings max_sequence_length model_type output_attentions
+    output_hidden_states pad_token_id pretraining_tp return_dict sep_token_id temperature
+    tokenizer_class top_k top_p torch_dtype transformers_version unk_token_id use_cache
 """
 _HARMLESS = frozenset(_CHANGE_NO_NUMBER.split())
 
