@@ -126,16 +126,20 @@ def _check_present(
 ) -> None:
     """Refuses roles of parameters, and names for them, that the model does not have."""
     known = ", ".join(map(repr, sorted(sizes, key=str))) or "none"
-    problems = Problems("this layout splits what the model does not name:")
+    lacking: dict[str, tuple[Any, ...]] = {}
     for role in (*IN_LAYERS, "vocabulary"):
         axes, rules = axes_of_role(role, names), [tables["parameters"]]
         is_asked = role in names or bool(mesh_axes_of(role, rules))
         is_automatic = role == "vocabulary" and role not in names and _is_optional(role, rules)
         if axes and is_asked and not is_automatic and not {*axes} & sizes.keys():
-            near = nearest(str(axes[0]), [str(name) for name in sizes]) or "..."
-            what = f"the model has no logical axis {' or '.join(map(repr, axes))}; it has {known}"
-            fix = f"Write names={{{role!r}: {near!r}}}, or {{{role!r}: None}} if there is none."
-            problems.add(role, what, fix)
+            lacking[role] = axes
+    # One text for all of them, which can be pasted: what the model seems to lack stays whole.
+    near = {role: nearest(str(axes[0]), map(str, sizes)) for role, axes in lacking.items()}
+    fix = f"Write names={ {**names, **near} }, with the model's own names where it has such axes."
+    problems = Problems("this layout splits what the model does not name:")
+    for role, axes in lacking.items():
+        what = f"the model has no logical axis {' or '.join(map(repr, axes))}; it has {known}"
+        problems.add(role, what, fix)
     problems.raise_if_any(RuleTypeError)
 
 
@@ -144,7 +148,5 @@ def _vocabulary_note(chosen: Sequence[Any], present: Sequence[Any], over: Any, p
     where = f"mesh axis {' and '.join(map(repr, over))} ({parts})"
     if chosen:
         return f"the vocabulary {chosen[0]!r} is split over {where}: no device has all logits"
-    return (
-        f"the vocabulary {present[0]!r} does not divide over {where}, so that each device computes "
-        "all logits: pad it, and give cross_entropy classes="
-    )
+    fix = "pad it, and give cross_entropy classes="
+    return f"each device computes all logits, as {present[0]!r} does not divide over {where}: {fix}"

@@ -20,14 +20,15 @@ from penzai_shard.layers.axis_order import moves_axes
 from penzai_shard.layers.constraints import ConstrainActivations
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.remat import Checkpointed
+from penzai_shard.layers.shard_mapped import ShardMapped
 from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import examine
 from penzai_shard.rules import AxisRules
-from penzai_shard.surgery.edits import Edit, wrap
+from penzai_shard.surgery.edits import Edit, find_matches, wrap
 from penzai_shard.surgery.recipe import Recipe
-from penzai_shard.surgery.rewriting import Match, Rewriter, is_layer
+from penzai_shard.surgery.rewriting import is_layer
 from penzai_shard.surgery.standard_recipes import keep_axis_order, manual_fsdp, mixed_precision
 from penzai_shard.surgery.where import ROOT, Place, Where
 
@@ -84,10 +85,13 @@ class RecipeMaker:
         """The edits.
 
         Raises:
-            RuleTypeError: The model has no blocks that are known, or parameters that are split are
-                in none of them.
+            RuleTypeError: The model is in a layout already, or parameters that are split are in no
+                block.
         """
         layout, model = self.layout, self.model
+        if find_matches(model, (GatherParameters, ConstrainActivations, ShardMapped)):
+            what, fix = "it is in a layout already", "Write layout.recipe(strip(model), mesh)."
+            raise RuleTypeError(_HEADLINE, [Problem("", what, fix)])
         edits = Recipe()
         if self._has_layers():
             tables = self.found.tables
@@ -103,7 +107,7 @@ class RecipeMaker:
                 fix = "Cast in the loss: jax.tree.map(lambda x: x.astype('bfloat16'), model)."
                 raise RuleTypeError(_HEADLINE, [Problem("precision", what, fix)])
             edits = Recipe(edits, mixed_precision(layout.precision))
-        return Recipe(edits, keep_axis_order()) if _find(model, moves_axes) else edits
+        return Recipe(edits, keep_axis_order()) if find_matches(model, moves_axes) else edits
 
     def _has_layers(self) -> bool:
         """Whether there are layers to edit; else the compiler decides, which a warning says.
@@ -113,22 +117,18 @@ class RecipeMaker:
         """
         layout, name = self.layout, type(self.model).__name__
         # Modules of Equinox are layers, too, but of plain arrays, or with constraints of Haliax.
-        if layout.blocks != () and _find(self.model, pz.nn.Layer):
+        if self._find_place(_BLOCKS) != () and find_matches(self.model, pz.nn.Layer):
             return True
         problems = Problems(_HEADLINE)
         for option in ("blocks", "rematerialise", "manual", "reshard_after_forward"):
             if getattr(layout, option):
                 what = f"it is for layers of named arrays, and the {name} is left to the compiler"
-                problems.add(option, what, "Leave it out.")
+                problems.add(option, what, "Leave it out, or name such layers with blocks=.")
         problems.raise_if_any(RuleTypeError)
         if layout.blocks is None and (self._gathering is not None or self._split_in_layers):
             # Otherwise only gradients are summed, and there is one way to do that.
-            text = (
-                f"the {name} has no layers that a layout could edit: by what the model itself says "
-                "of its activations the compiler decides where parameters are gathered and "
-                "activations reduced. Write blocks=() if that is meant."
-            )
-            warn_caller([text])
+            fact = f"a layout knows no layers of the {name}: where it gathers, the compiler decides"
+            warn_caller([f"{fact}. Write blocks=MyBlock, or blocks=() if that is meant."])
         return False
 
     # What the edits follow from
@@ -206,16 +206,20 @@ class RecipeMaker:
         if self.layout.blocks is not None:
             return self.layout.blocks
         for known in (kinds, _REGIONS):
-            if found := tuple(kind for kind in known if _find(self.model, kind)):
+            if found := tuple(kind for kind in known if find_matches(self.model, kind)):
                 return found
-        names = " or ".join(kind.__name__ for kind in kinds)
-        what = f"the {type(self.model).__name__} has no {names}"
-        fix = "Write blocks=(MyAttention, MyFeedForward), or blocks=() for what the compiler does."
-        raise RuleTypeError(_HEADLINE, [Problem("blocks", what, fix)])
+        # Of any other sequence each layer is gathered by itself; of what is none, all would be.
+        layers = getattr(self.model, "sublayers", ())
+        found = tuple(dict.fromkeys(type(layer) for layer in layers if self._is_block(layer)))
+        return Where.of(found, within=ROOT) if found else ()
+
+    def _is_block(self, layer: Any) -> bool:
+        names = {name for leaf in leaves_of(layer) for name in leaf.names or ()}
+        return bool(names) and names.isdisjoint(self._vocabulary)
 
     def _check_covered(self, regions: Place) -> None:
         """Refuses a model with parameters that are split in layers and are in no region."""
-        matches = _find(self.model, regions)
+        matches = find_matches(self.model, regions)
         covered = {leaf.path for match in matches for leaf in leaves_of(match.before)}
         problems = Problems("this layout would reduce in unknown places:")
         for leaf in leaves_of(self.model):
@@ -258,7 +262,7 @@ class RecipeMaker:
 
         found: dict[Place, bool] = {}
         inner: list[str] = []
-        for match in _find(self.model, has_vocabulary, "inner first"):
+        for match in find_matches(self.model, has_vocabulary, "inner first"):
             if any(not match.path or path.startswith(f"{match.path}/") for path in inner):
                 continue
             inner.append(match.path)
@@ -266,11 +270,3 @@ class RecipeMaker:
             kind = next((kind for kind in own if isinstance(match.before, kind)), None)
             found[kind or match.path or ROOT] = kind is pz.nn.EmbeddingLookup
         return found
-
-
-def _find(model: Any, place: Place, order: Any = "outermost") -> list[Match]:
-    """The layers of a model at a place."""
-    finder = Where.of(place).find(layers_only=True)
-    rewriter = Rewriter(finder, lambda node, keys: (node,), order=order)
-    rewriter.run(model)
-    return rewriter.matches

@@ -17,13 +17,14 @@ from jax.sharding import AbstractMesh
 from penzai_shard import specs
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require, warn_caller
-from penzai_shard.layers.remat import check_policy
+from penzai_shard.layers.remat import POLICIES
 from penzai_shard.layouts import axis_roles
 from penzai_shard.layouts.computing import compute_by_rules
 from penzai_shard.layouts.edits import RecipeMaker
 from penzai_shard.layouts.presets import TABLES, LayoutPresets, add_unknown
 from penzai_shard.layouts.toml_file import LayoutFiles
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
+from penzai_shard.paths import nearest
 from penzai_shard.placement.sharded_init import abstract_model, sharded_init
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -65,7 +66,9 @@ class Layout(LayoutPresets, LayoutFiles):
         precision: The dtype to compute in, such as ``"bfloat16"``; None for that of the parameters.
         blocks: The layers that read activations and give what is added to them, as a place of
             ``wrap``: whole blocks, or attention and feed-forward where these are split. None finds
-            those of Penzai's transformers; ``()`` leaves activations to the compiler.
+            those of Penzai's transformers, in any other sequence its layers that have parameters,
+            and in what is neither none, which a warning says; ``()`` leaves activations to the
+            compiler.
         names: What the model calls the axes of which rules speak, where these are not the names of
             Penzai's transformers: ``{"neurons": "mlp"}``. The roles are ``batch``, ``seq``,
             ``embedding``, ``neurons``, ``heads``, ``vocabulary`` and ``experts``; None leaves an
@@ -100,8 +103,10 @@ class Layout(LayoutPresets, LayoutFiles):
         problems = Problems("Layout:")
         names = self.names if isinstance(self.names, Mapping) else [self.names]
         add_unknown(problems, "names", names, axis_roles.ROLES)
-        if self.rematerialise is not None:
-            check_policy("rematerialise", self.rematerialise)
+        if not callable(policy := self.rematerialise) and policy not in (None, *POLICIES):
+            what = f"there is no policy {policy!r}; there are {', '.join(map(repr, POLICIES))}"
+            fix = f"Write rematerialise={nearest(policy, POLICIES) or 'dots'!r}."
+            problems.add("rematerialise", what, fix)
         if self.precision not in (None, "bfloat16"):
             problems.add("precision", f"it is {self.precision!r}", "Write 'bfloat16', or None.")
         split = {role: axis_roles.mesh_axes_of(role, [self.compute]) for role in axis_roles.ROLES}
@@ -213,7 +218,7 @@ class Layout(LayoutPresets, LayoutFiles):
             mesh: The mesh.
 
         Raises:
-            RuleTypeError: The model has no blocks that are known, or does not have an axis that the
+            RuleTypeError: The model is in a layout already, or does not have an axis that the
                 layout splits.
             MeshError: A rule names a mesh axis that the mesh does not have.
         """
@@ -260,8 +265,8 @@ class Layout(LayoutPresets, LayoutFiles):
         axes = axis_roles.axes_of_role("batch", self.names) if over else ()
         present = {name for leaf in leaves_of(batch) for name in leaf.names or ()}
         if axes and not {*axes} & {*present, options.get("first_axis")}:
-            known = sorted(map(repr, present - {None})) or ["no logical axes"]
-            what = f"no array has the logical axis {axes[0]!r}; there are {', '.join(known)}"
+            known = ", ".join(sorted(map(repr, present - {None}))) or "none"
+            what = f"no array has the logical axis {axes[0]!r}; they have {known}"
             fix = f"Write first_axis={axes[0]!r} for plain arrays, or names={{'batch': ...}}."
             raise RuleTypeError("Layout.shard_batch:", [Problem("", what, fix)])
         return shard_batch(batch, mesh, [(axis, over) for axis in axes], **options)
@@ -340,14 +345,14 @@ def _find_whole(plan: ShardingPlan) -> list[str]:
     if parts == 1:
         return []
     rule = largest[0]
-    whole = [
-        leaf
-        for leaf in plan.leaves
-        if leaf.shape
-        and math.prod(leaf.shape) >= rule.min_size
-        and (leaf.names is not None or rule.unnamed)
-        and {*rule.mesh_axes}.isdisjoint(jax.tree.leaves(tuple(leaf.spec or ())))
-    ]
+
+    def is_whole(leaf: Any) -> bool:
+        is_large = leaf.shape and math.prod(leaf.shape) >= rule.min_size
+        is_asked = is_large and (leaf.names is not None or rule.unnamed)
+        axes = jax.tree.leaves(tuple(leaf.spec or ()))
+        return bool(is_asked) and {*rule.mesh_axes}.isdisjoint(axes)
+
+    whole = [leaf for leaf in plan.leaves if is_whole(leaf)]
     if sum(leaf.bytes_per_device for leaf in whole) <= 0.1 * plan.bytes_per_device:
         return []
 

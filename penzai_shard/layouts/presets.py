@@ -184,9 +184,9 @@ class LayoutPresets(metaclass=_RefusesNames):
         cls,
         options: dict[str, Any],
         batch: MeshAxes,
-        model: MeshAxes = None,
-        parameters: MeshAxes = None,
-        optimizer: MeshAxes = None,
+        model: MeshAxes = (),
+        parameters: MeshAxes = (),
+        optimizer: MeshAxes = (),
         **fields: Any,
     ) -> Self:
         """A layout of the mesh axes of a preset.
@@ -194,15 +194,17 @@ class LayoutPresets(metaclass=_RefusesNames):
         Args:
             options: What the preset was called with.
             batch: The mesh axes of the batch.
-            model: Those of what layers compute a part of.
-            parameters: Those of the largest dimension of parameters.
-            optimizer: Those of the largest dimension of what the optimizer keeps.
+            model: Those of what layers compute a part of; () for none, and None is a mistake.
+            parameters: Those of the largest dimension of parameters, likewise.
+            optimizer: Those of the largest dimension of what the optimizer keeps, likewise.
             **fields: Other fields.
         """
         given: dict[str, Any] = {"vocabulary": "auto", "experts": None}
-        if parameters is not None or optimizer is not None:
+        if parameters or optimizer:
             given |= {"min_size": MIN_SIZE, "unnamed": None}
         problems = Problems("a preset of Layout:")
+        if None in (model, parameters, optimizer) or not (batch or model):
+            problems.add("", "it splits over a mesh axis, and got None", "Write its name: 'data'.")
         add_unknown(problems, "", options, (*FIELDS, *given))
         problems.raise_if_any(RuleTypeError)
         given |= options
@@ -213,13 +215,13 @@ class LayoutPresets(metaclass=_RefusesNames):
         split = AxisRules({} if experts is None else {"experts": experts})
         if vocabulary not in (None, "auto"):
             split |= AxisRules({"vocabulary": vocabulary})
-        if model is not None:
+        if model:
             first = ("vocabulary",) if vocabulary == "auto" else ()
             split |= split_axes(model, (*first, "neurons", "heads"))
         return cls(  # type: ignore[call-arg]
-            parameters=split if parameters is None else split | _split_largest(parameters, *sizes),
+            parameters=split | _split_largest(parameters, *sizes) if parameters else split,
             compute=data_parallel(batch) | split,
-            optimizer=None if optimizer is None else split | _split_largest(optimizer, *sizes),
+            optimizer=split | _split_largest(optimizer, *sizes) if optimizer else None,
             **fields,
             **given,
         )

@@ -1,6 +1,9 @@
 """What a layout makes of a model and a mesh: rules, plans, recipes, and errors."""
 
+import ast
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -168,11 +171,63 @@ def test_blocks_say_where_the_layers_are():
         model = layout.recipe(build_blocks(), TWO).apply(build_blocks())
         assert jnp.allclose(model(x).unwrap("batch", "embed"), expected, rtol=1e-5)
     with pytest.raises(pzs.ShardingError) as caught:
-        Layout.two_dimensional(names=names).recipe(build_blocks(), TWO)
-    assert caught.value.problems[0].path == "blocks"
-    with pytest.raises(pzs.ShardingError) as caught:
         Layout.two_dimensional(names=names, blocks="sublayers/0").recipe(build_blocks(), TWO)
     assert [problem.path for problem in caught.value.problems] == ["up1.weights", "down1.weights"]
+
+
+@pz.pytree_dataclass
+class Parts(pz.nn.Layer):
+    """No sequence, and of no type that a layout knows."""
+
+    first: Block
+    second: Block
+
+    def __call__(self, x, /, **side_inputs):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout.fully_sharded(min_size=1), Layout.two_dimensional(min_size=1)]
+)
+def test_a_sequence_of_other_layers_is_gathered_layer_by_layer(layout):
+    layout = dataclasses.replace(layout, names={"neurons": "mlp", "heads": None})
+    model, x = build_blocks(), pz.nx.ones({"batch": 8, "embed": 8})
+    recipe = layout.recipe(model, TWO)
+    # What the blocks are is there to be read.
+    assert "wrap(Block, lay_out" in str(recipe)
+    edited = recipe.apply(model)
+    for kind in (pzs.ConstrainActivations, pzs.GatherParameters, Block):
+        assert pz.select(edited).at_instances_of(kind).count() == 2
+    expected = model(x).unwrap("batch", "embed")
+    assert jnp.allclose(edited(x).unwrap("batch", "embed"), expected, rtol=1e-5)
+    assert pzs.Recipe.from_json(recipe.to_json(), mesh=TWO, allow=[__name__.partition(".")[0]])
+
+
+def test_a_model_of_unknown_parts_is_left_to_the_compiler_with_a_warning():
+    model = Parts(*build_blocks().sublayers)
+    with pytest.warns(pzs.ShardingWarning, match="Parts"):
+        assert not Layout.fully_sharded(min_size=1).recipe(model, EIGHT).edits
+    assert Layout.fully_sharded(min_size=1, blocks=Block).recipe(model, EIGHT).edits
+
+
+def test_a_model_is_laid_out_once():
+    for first in (Layout.fully_sharded(min_size=1), Layout.sequence_parallel()):
+        edited = first.recipe(shapes(), TWO).apply(shapes())
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            Layout.two_dimensional().recipe(edited, TWO)
+        assert "strip(model)" in caught.value.problems[0].fix
+    assert Layout.two_dimensional().recipe(pzs.strip(edited), TWO).edits
+
+
+def test_names_that_a_model_lacks_are_refused_at_once_with_one_fix():
+    model = build_blocks()
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        Layout.two_dimensional().recipe(model, TWO)
+    problems = caught.value.problems
+    assert [problem.path for problem in problems] == ["neurons", "heads"]
+    (fix,) = {problem.fix for problem in problems}
+    names = ast.literal_eval(re.search(r"names=(\{.*?\})", fix)[1])
+    assert Layout.two_dimensional(names=names, min_size=1).recipe(model, TWO).edits
 
 
 def test_a_model_without_layers_is_left_to_the_compiler_with_a_warning():
@@ -214,6 +269,11 @@ def test_build_on_an_abstract_mesh_prices_what_is_not_there():
     [
         (lambda: Layout.zero1(rematerialize="dots"), pzs.RuleTypeError, "rematerialise"),
         (lambda: Layout.zero1(rematerialise="dotz"), pzs.RuleTypeError, "dots"),
+        (lambda: Layout.zero1(rematerialise="dot"), pzs.RuleTypeError, "rematerialise='dots'"),
+        (lambda: Layout.fully_sharded(None), pzs.RuleTypeError, "'data'"),
+        (lambda: Layout.zero1(None), pzs.RuleTypeError, "'data'"),
+        (lambda: Layout.data_parallel(None), pzs.RuleTypeError, "'data'"),
+        (lambda: Layout.sequence_parallel("data", None), pzs.RuleTypeError, "'data'"),
         (lambda: Layout.zero1(names={"neuron": "mlp"}), pzs.RuleTypeError, "neurons"),
         (lambda: Layout.zero1(names="mlp"), pzs.RuleTypeError, "neurons"),
         (lambda: Layout.tensor_parallel(min_size=3), pzs.RuleTypeError, "vocabulary"),

@@ -67,5 +67,11 @@ def test_what_has_no_form_in_toml_is_refused(tmp_path):
     with pytest.raises(pzs.RuleTypeError) as caught:
         Layout.zero1(blocks=dict).to_toml(tmp_path / "layout.toml")
     assert caught.value.problems[0].path == "blocks"
-    with pytest.raises(pzs.RuleTypeError):
-        Layout.from_toml(tmp_path / "none.toml")
+
+
+def test_a_file_that_is_missing_is_refused_with_the_nearest_name(tmp_path):
+    (tmp_path / "layout.toml").write_text('layout = "zero1"')
+    for name, near in (("layuot.toml", "layout.toml"), ("none.toml", "TOML")):
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            Layout.from_toml(tmp_path / name)
+        assert near in caught.value.problems[0].fix
