@@ -34,6 +34,10 @@ def write_tensors(path, tensors, texts=None):
     write_file(path, header, data)
 
 
+def write_one(folder, tensors, texts=None):
+    write_tensors(folder / "model.safetensors", tensors, texts)
+
+
 def write_parts(folder, tensors, texts=None):
     """Two files and their index."""
     names, weight_map = [*tensors], {}

@@ -37,6 +37,7 @@ SHAPES = {
     "large": ("float32", {"a": 64, "b": 256}),
 }
 NAMES = [*SHAPES, "key"]
+ERRORS = pzs.CheckpointDamagedError, pzs.CheckpointMismatchError, pzs.CheckpointNotFoundError
 
 
 def make_arrays(seed):
@@ -48,17 +49,16 @@ def make_arrays(seed):
     return pzs.place(arrays, WIDE, RULES)
 
 
-def judge(folder, damage, rng):
+def judge(folder, arrays, damage, rng):
     """What restoring a damaged copy does: "exact", "refused", or what is wrong with it."""
-    arrays = make_arrays(1)
-    copy = shutil.copytree(folder / "params", folder / "copy")
+    copy = shutil.copytree(folder, folder.with_name("copy"))
     try:
-        concerned = damage(rng, copy, folder / "twin")
-        # A damaged file may concern any array.
+        concerned = damage(rng, copy, folder.with_name("twin"))
+        # A damaged file may concern any array, and a damaged index any file.
         is_name = isinstance(concerned, str)
-        names = [concerned] if is_name else [str(concerned.relative_to(copy)), *arrays]
+        names = [concerned] if is_name else [concerned.name, *arrays, ".safetensors", str(copy)]
         restored = pzs.restore_params(copy, arrays, WIDE, RULES)
-    except pzs.ShardingError as error:
+    except ERRORS as error:
         said = [problem.path for problem in error.problems]
         is_named = any(name in path for name in names for path in said)
         return "refused" if is_named else f"{damage.__name__}: names {said}, not {names}"
@@ -170,17 +170,24 @@ KINDS = [rewrite_file, rewrite_file, replace_path, take_path_of_another_checkpoi
 KINDS += [change_chunks, change_chunks, change_description, change_metadata]
 
 
+def draw_verdicts(count, folders, arrays, kinds_of):
+    """Of so many damages, of which each folder has its kinds."""
+    verdicts = []
+    for number in range(count):
+        rng = np.random.default_rng([1, number])
+        folder = choose(rng, folders)
+        kinds = kinds_of(folder)
+        verdicts.append(judge(folder, arrays, kinds[number % len(kinds)], rng))
+    assert {*verdicts} == {"exact", "refused"}
+    # A judge that takes everything for exact would find nothing either.
+    assert verdicts.count("refused") > count // 2
+    assert {judge(x, arrays, lambda rng, copy, twin: copy, None) for x in folders} == {"exact"}
+
+
 def test_restore_params_of_damaged_checkpoints(tmp_path):
     for seed, name in enumerate(["params", "twin"], 1):
         pzs.save_params(tmp_path / name, make_arrays(seed))
-    verdicts = [
-        judge(tmp_path, KINDS[number % len(KINDS)], np.random.default_rng([1, number]))
-        for number in range(COUNT)
-    ]
-    assert {*verdicts} == {"exact", "refused"}
-    # A judge that takes everything for exact would find nothing either.
-    assert verdicts.count("refused") > COUNT // 2
-    assert judge(tmp_path, lambda rng, copy, twin: copy, None) == "exact"
+    draw_verdicts(COUNT, [tmp_path / "params"], make_arrays(1), lambda folder: KINDS)
 
 
 # Checksums
