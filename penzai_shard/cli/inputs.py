@@ -48,7 +48,7 @@ def read_model(text: str) -> Any:
         SelectionError: There is no such object, or it needs arguments, or has no arrays.
         CheckpointNotFoundError: There is no such name or path.
     """
-    if ":" not in text:
+    if ":" not in text and not text.endswith(".py"):
         from penzai_shard.pretrained.families import model_of_config
 
         return model_of_config(text)

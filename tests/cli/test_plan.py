@@ -94,6 +94,7 @@ def test_plan_json_has_rows_and_problems(run):
         ("model.py:build --mesh 4x2", "--mesh data=4,model=2"),
         ("model.py:build --mesh data=4 --rules embed", "--rules embedding=data"),
         ("model.py:build --mesh data=4 --rules embed=dta", "Write 'data'"),
+        ("model.py --mesh data=4", "model.py:build"),
         ("llama-3-7b --mesh data=4", "Write 'llama-3-70b'; published are gemma-2-9b, "),
     ],
 )

@@ -158,6 +158,21 @@ def test_positions_of_longer_texts_are_divided_for_all_or_for_slow_rotations(fac
     np.testing.assert_allclose(found.unwrap("seq", "projection"), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(("stacked", "count"), [(False, 4), (True, 2)])
+def test_positions_of_llama_3_1_are_divided_in_every_block(stacked, count):
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = CONFIGS["llama"] | {"rope_parameters": rope}
+    model = model_of_config(config, use_layer_stack=stacked)
+    layers = pz.select(model).at_instances_of(ApplyScaledRoPE).get_sequence()
+    assert [(x.factor, x.bands) for x in layers] == [(8.0, (1.0, 4.0, 8192))] * count
+
+
 @pytest.mark.parametrize(
     ("listed", "pattern", "windows"),
     [
