@@ -38,15 +38,7 @@ from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, Report
 
 _CALLED, _LOST = "move", "did not arrive"
-_Row = tuple[str, str, str, int, int]
-_HEADLINE = "these values do not fit into the tree:"
-_COLUMNS = (
-    Column("path", "path"),
-    Column("from"),
-    Column("what"),
-    Column("size", "bytes"),
-    Column("sent", "bytes"),
-)
+_Row = tuple[str, str, str, int]
 
 
 def move(
@@ -101,31 +93,24 @@ def move(
     """
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
     options = read_options(_CALLED, only=only, except_=except_, others=others, **tolerance)
-    sides = [read_tree(_CALLED, side) for side in (tree, into)]
-    given, leaves = (name_statistics(side[0]) for side in sides)
-    is_state = is_train_state(given)
+    (given, _), (leaves, structure) = read_tree(_CALLED, tree), read_tree(_CALLED, into)
+    given, leaves = name_statistics(given), name_statistics(leaves)
+    is_state, headline = is_train_state(given), "these values do not fit into the tree:"
     if is_state != is_train_state(leaves):
         fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
         problem = Problem("", "only one of the two is a train state", fix, "kind")
-        raise CheckpointMismatchError(_HEADLINE, [problem])
+        raise CheckpointMismatchError(headline, [problem])
     stored, wanted = _choose(given, leaves, is_state), _choose(leaves, given, is_state)
+    has, needs = ({leaf.path: make_record(leaf) for leaf in side} for side in (stored, wanted))
     own = [x.path for x in wanted if not (is_struct(x.value) or is_deleted(x.value))]
-    sources = match(
-        {leaf.path: make_record(leaf) for leaf in stored},
-        {leaf.path: make_record(leaf) for leaf in wanted},
-        options,
-        headline=_HEADLINE,
-        own=own,
-        is_state=is_state,
-        holder="the tree",
-    )
+    more: dict[str, Any] = {"own": own, "is_state": is_state, "holder": "the tree"}
+    sources = match(has, needs, options, headline=headline, **more)
 
     found, _ = run_inputs({leaf.path: leaf.value for leaf in stored}, _CALLED)
     kept, _ = run_inputs({x.path: x.value for x in leaves if x.path not in sources}, _CALLED)
-    arrays = {leaf.path: leaf.value for leaf in found}
+    arrays, values = ({leaf.path: leaf.value for leaf in side} for side in (found, kept))
     layout = read_layout(_CALLED, into, None)
-    values = {leaf.path: leaf.value for leaf in kept}
-    rows = [(leaf.path, "", "keep their values", np.size(leaf.value), 0) for leaf in kept]
+    rows: list[_Row] = [(leaf.path, "", "keep their values", 0) for leaf in kept]
     with plain_context(_CALLED):
         for leaf in wanted:
             if source := sources.get(leaf.path):
@@ -133,7 +118,7 @@ def move(
                 values[leaf.path], row = _move_array(leaf, source, arrays, target)
                 rows.append(row)
     _report(rows)
-    return fill_tree(leaves, sides[1][1], values)
+    return fill_tree(leaves, structure, values)
 
 
 def _choose(leaves: Sequence[Leaf], others: Sequence[Leaf], is_state: bool) -> list[Leaf]:
@@ -145,15 +130,16 @@ def _choose(leaves: Sequence[Leaf], others: Sequence[Leaf], is_state: bool) -> l
     return [x for x in leaves if x.path in chosen or (x.role == "state" and x.path in paths)]
 
 
-def _report(rows: Sequence[tuple[Any, ...]]) -> None:
+def _report(rows: Sequence[_Row]) -> None:
     """Logs what moved, and refuses what did not arrive as it was."""
-    counts = Counter(row[2] for row in rows)
+    counts = Counter(what for _, _, what, _ in rows)
     said = ", ".join(f"{count:,} {what}" for what, count in counts.items())
     verdict = f"arrays: {said}; devices sent {bytes_text(sum(row[-1] for row in rows))}"
-    report = Report(_CALLED, verdict, _COLUMNS, rows, ok=_LOST not in counts)
+    columns = Column("path", "path"), Column("from"), Column("what"), Column("sent", "bytes")
+    report = Report(_CALLED, verdict, columns, rows, ok=_LOST not in counts)
     logging.getLogger("penzai_shard").info("%s", report)
     problems = Problems("these arrays are not what was sent:")
-    for path, _, what, *_ in rows:
+    for path, _, what, _ in rows:
         if what == _LOST:
             problems.add(path, "its checksum has changed", "Move it again, from a checkpoint.")
     problems.raise_if_any(ShardingError)
@@ -166,7 +152,10 @@ def _move_array(
     leaf: Leaf, source: Source, given: Mapping[str, Any], target: Sharding | None
 ) -> tuple[Any, _Row]:
     """The array of a leaf where the target says, and its row."""
-    arrays = [jnp.asarray(given[path]) for path in source.stored]
+    # JAX would use the memory of NumPy arrays, which others can write to.
+    arrays = [
+        x if isinstance(x, jax.Array) else jnp.array(x) for x in map(given.get, source.stored)
+    ]
     array = arrays[0]
     if len(arrays) > 1 or source.pick or [*source.order] != sorted(source.order):
         dim, position = source.pick or (None, 0)
@@ -178,11 +167,14 @@ def _move_array(
     if target and array.sharding.is_equivalent_to(target, array.ndim):
         array = jax.device_put(array, target)  # The same memory, under the mesh of the target.
     elif target:
-        before = _read_checksum(array)
-        array, sent = _send(array, target)
-        what = "arrived" if _read_checksum(array) == before else _LOST
+        impl = jax.random.key_impl(array) if is_key_type(array.dtype) else None
+        numbers = array if impl is None else jax.random.key_data(array)
+        moved, sent = _send(numbers, target)
+        is_same = compute_checksums({"": numbers}) == compute_checksums({"": moved})
+        what = "arrived" if is_same else _LOST
+        array = moved if impl is None else jax.random.wrap_key_data(moved, impl=impl)
     array = _cast(leaf, array)
-    return array, (leaf.path, fold_paths(source.stored), what, array.nbytes, sent)
+    return array, (leaf.path, fold_paths(source.stored), what, sent)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -209,22 +201,11 @@ def _cast(leaf: Leaf, array: jax.Array) -> jax.Array:
     return cast
 
 
-def _read_numbers(array: jax.Array) -> jax.Array:
-    return jax.random.key_data(array) if is_key_type(array.dtype) else array
-
-
-def _read_checksum(array: jax.Array) -> str:
-    return compute_checksums({"": _read_numbers(array)})[""]
-
-
 # Between devices
 
 
 def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
     """An array on other devices, in memory of its own, and the bytes that devices sent for it."""
-    if is_key_type(array.dtype):
-        numbers, sent = _send(jax.random.key_data(array), target)
-        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array)), sent
     shardings = array.sharding, target
     is_here = all(sharding.is_fully_addressable for sharding in shardings)
     if not (is_here and array.size and len({s.memory_kind for s in shardings}) == 1):

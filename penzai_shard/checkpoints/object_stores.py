@@ -6,9 +6,7 @@ TensorStore sends and reads them: ``gs://bucket/path``, ``s3://bucket/path``, ``
 """
 
 import contextlib
-import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +14,17 @@ from typing import Any
 
 import jax
 
-from penzai_shard.errors import CheckpointNotFoundError, CheckpointWriteError, Problem, require
+from penzai_shard.errors import (
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    Problem,
+    ShardingError,
+    require,
+)
 
 _MOST_THREADS = 8
 _MOST_CHARACTERS = 300
+_HEADLINE = "cannot save:"
 
 
 def is_url(path: Any) -> bool:
@@ -37,20 +42,8 @@ def read_object(url: str, name: str) -> bytes | None:
     Raises:
         CheckpointNotFoundError: The object store cannot be reached, or refuses it.
     """
-    try:
-        found = _open(url).read(name).result()
-    except Exception as error:  # TensorStore raises whatever its drivers raise.
-        problem = Problem(url, f"it cannot be read: {error!s:.{_MOST_CHARACTERS}}", "Correct it.")
-        raise CheckpointNotFoundError("there is no checkpoint:", [problem]) from error
+    found = _call(url, lambda store: store.read(name).result(), CheckpointNotFoundError)
     return bytes(found.value) if found.state == "value" else None
-
-
-def _open(url: str) -> Any:
-    ts = require("tensorstore", "checkpoint")
-    # Without a limit it tries for many minutes where there is no such bucket or no permission.
-    retries = {"max_retries": 8, "max_delay": "8s"}
-    context = ts.Context({"gcs_request_retries": retries, "s3_request_retries": retries})
-    return ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result()
 
 
 def begin_upload(
@@ -70,52 +63,35 @@ def begin_upload(
     Raises:
         CheckpointWriteError: Something is there, or nothing can be written there.
     """
-    problems = []
-    if overwrite:
-        fix = "Save to a new path, without overwrite=True."
-        problems.append(Problem(url, "an object store replaces nothing in one step", fix))
     if jax.process_count() > 1:
         fix = "Save to a disk that they share, and copy the checkpoint."
-        problems.append(Problem(url, "several processes cannot save to an object store", fix))
-    if not problems and _call(url, lambda store: store.list().result()):
-        problems.append(Problem(url, "something is there", "Save to a new path."))
-    if problems:
-        raise CheckpointWriteError("cannot save:", problems)
-
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="penzai_shard_"))
+        problem = Problem(url, "several processes cannot save to an object store", fix)
+        raise CheckpointWriteError(_HEADLINE, [problem])
+    if overwrite or _call(url, lambda store: store.list().result()):
+        what = "something is there, or overwrite= is given: nothing is replaced in one step there"
+        raise CheckpointWriteError(_HEADLINE, [Problem(url, what, "Save to a new path.")])
+    folder = tempfile.TemporaryDirectory(prefix="penzai_shard_")
     try:
-        wait = begin(folder / "checkpoint")
+        wait = begin(pathlib.Path(folder.name) / "checkpoint")
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.cleanup()
         raise
 
     def finish() -> str:
-        try:
+        with folder:
             content = pathlib.Path(wait())
             _call(url, lambda store: _send(store, content, last))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return url
 
     return finish
 
 
-def _call(url: str, function: Callable[[Any], Any]) -> Any:
-    try:
-        return function(_open(url))
-    except Exception as error:  # TensorStore raises whatever its drivers raise.
-        what = f"it cannot be written: {error!s:.{_MOST_CHARACTERS}}"
-        problem = Problem(url, what, "Correct the url, or give permission there.")
-        raise CheckpointWriteError("cannot save:", [problem]) from error
-
-
 def _send(store: Any, content: pathlib.Path, last: str) -> None:
-    files = [path for path in content.rglob("*") if path.is_file() and path.name != last]
-
     def send(path: pathlib.Path) -> None:
-        store.write(os.fspath(path.relative_to(content)), path.read_bytes()).result()
+        store.write(path.relative_to(content).as_posix(), path.read_bytes()).result()
 
     try:
+        files = [path for path in content.rglob("*") if path.is_file() and path.name != last]
         with ThreadPoolExecutor(_MOST_THREADS) as pool:
             list(pool.map(send, files))
         send(content / last)
@@ -124,3 +100,20 @@ def _send(store: Any, content: pathlib.Path, last: str) -> None:
         with contextlib.suppress(Exception):
             store.delete_range(require("tensorstore", "checkpoint").KvStore.KeyRange()).result()
         raise
+
+
+def _call(
+    url: str,
+    function: Callable[[Any], Any],
+    error: type[ShardingError] = CheckpointWriteError,
+) -> Any:
+    ts = require("tensorstore", "checkpoint")
+    # Without a limit it tries for many minutes where there is no such bucket or no permission.
+    retries = {"max_retries": 8, "max_delay": "8s"}
+    context = ts.Context({"gcs_request_retries": retries, "s3_request_retries": retries})
+    try:
+        return function(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result())
+    except Exception as reason:  # TensorStore raises whatever its drivers raise.
+        what = f"the object store refuses it: {reason!s:.{_MOST_CHARACTERS}}"
+        problem = Problem(url, what, "Correct the url, or give permission there.")
+        raise error("no checkpoint there:", [problem]) from reason

@@ -97,11 +97,10 @@ def describe_checkpoint(path: Any) -> Report:
             return _describe_run(manager, steps)
 
     manifest = read_manifest(path)
-    notes = []
+    notes, specs, mesh = [], dict[str, PartitionSpec](), dict[str, int]()
     try:
         specs, mesh = _read_specs(manifest)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        specs, mesh = {}, {}
         notes.append(f"how arrays lay cannot be read from the file {_SHARDINGS}")
     columns = (
         Column("path", "path"),
@@ -124,7 +123,6 @@ def describe_checkpoint(path: Any) -> Report:
         notes.append("no logical axes are stored: restoring compares shapes only")
     if not all(record.values for record in manifest.records.values()):
         notes.append("of some arrays no checksums are stored: their numbers cannot be verified")
-    notes += [f"with {name}" for name in manifest.metadata]
     facts = {"path": manifest.path, "kind": manifest.kind, "mesh": mesh}
     verdict = f"{what}: {_count_arrays(manifest.records)}"
     return Report("Checkpoint", verdict, columns, rows, notes, facts=facts)
@@ -149,22 +147,15 @@ def _read_specs(manifest: Manifest) -> tuple[dict[str, PartitionSpec], dict[str,
 
 
 def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:
-    found: dict[int, tuple[int | None, Mapping[str, float]]] = {}
-    problems: dict[int, str] = {}
-    for step in steps:
-        try:
-            size = sum(r.nbytes for r in read_manifest(manager.path_of(step)).records.values())
-            found[step] = size, manager.metrics(step)
-        except CheckpointDamagedError as error:
-            problems[step] = f"{error.problems[0].path}: {error.problems[0].what}"
-    names = sorted({name for _, metrics in found.values() for name in metrics})
-    columns = (Column("step"), Column("size", "bytes"), *map(Column, names), Column("", "detail"))
+    metrics = {step: manager.metrics(step) for step in steps}
+    names = sorted({name for each in metrics.values() for name in each})
     rows = []
-    for step in steps:
-        held, metrics = found.get(step, (None, {}))
-        rows.append((step, held, *map(metrics.get, names), problems.get(step)))
+    for step, each in metrics.items():
+        records = read_manifest(manager.path_of(step)).records.values()
+        rows.append((step, sum(record.nbytes for record in records), *map(each.get, names)))
+    columns = (Column("step"), Column("size", "bytes"), *map(Column, names))
     verdict = f"{len(steps):,} checkpoint{'s' * (len(steps) != 1)}, the newest of step {steps[-1]}"
-    return Report("Run", verdict, columns, rows, ok=not problems, facts={"path": manager.path})
+    return Report("Run", verdict, columns, rows, facts={"path": manager.path})
 
 
 # In what two differ

@@ -1,6 +1,7 @@
 """Checkpoints by url: ``file://`` stands for the stores that TensorStore opens alike."""
 
 import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ def test_save_params_by_url_replaces_nothing(url):
 
 
 def test_save_params_by_url_that_fails_leaves_nothing(url, monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    sent, open_ = [], object_stores._open
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sent, call = [], object_stores._call
 
     class Full:
         def __init__(self, store):
@@ -78,11 +79,15 @@ def test_save_params_by_url_that_fails_leaves_nothing(url, monkeypatch, tmp_path
                 raise OSError("quota exceeded")
             return self._store.write(name, value)
 
-    monkeypatch.setattr(object_stores, "_open", lambda url: Full(open_(url)))
+    def call_full(url, function, *error):
+        return call(url, lambda store: function(Full(store)), *error)
+
+    monkeypatch.setattr(object_stores, "_call", call_full)
     with pytest.raises(pzs.CheckpointWriteError) as caught:
         pzs.save_params(url, MLP)
     assert "quota" in caught.value.problems[0].what
     assert not content_of(url)
+    assert not [*tmp_path.glob("penzai_shard_*")]
     assert pzs.save_params(url, MLP) == url
     assert sent[-1] == "penzai_shard"
 

@@ -85,15 +85,14 @@ def test_describe_checkpoint_of_a_run(tmp_path):
     with pzs.CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as manager:
         for step, numbers in metrics.items():
             manager.save(step, {"step": jnp.int32(step), "w": jnp.ones(256)}, numbers)
-    (tmp_path / "step_00000003" / "_CHECKPOINT_METADATA").write_text("{}")
-    report = describe_checkpoint(tmp_path)
-    rows = report.to_data()["rows"]
+    rows = describe_checkpoint(tmp_path).to_data()["rows"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == [2.0, 1.5, None]
     assert [row["accuracy"] for row in rows] == [None, 0.25, None]
-    assert [row["size"] for row in rows] == [1028, 1028, None]
-    assert not report.ok
-    assert rows[2][""]
+    assert {row["size"] for row in rows} == {1028}
+    (tmp_path / "step_00000003" / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(pzs.CheckpointDamagedError):
+        describe_checkpoint(tmp_path)
 
 
 def test_reports_of_nothing(tmp_path):
@@ -188,3 +187,12 @@ def test_verify_checkpoint_names_what_is_damaged(tmp_path):
     report = verify_checkpoint(path)
     assert not report.ok
     assert {row["state"] for row in rows_of(report).values()} == {"unreadable"}
+
+
+def test_restore_params_logs_what_it_cost(saved, caplog):
+    caplog.set_level("INFO", "penzai_shard")
+    pzs.restore_params(saved, MLP, WIDE, RULES)
+    size = sum(row["size"] for row in rows_of(describe_checkpoint(saved)).values())
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert f"restored {size} B" in text
+    assert f"read {size} B" in text
