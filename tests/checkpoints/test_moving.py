@@ -1,5 +1,6 @@
 """Values of a live tree in another: to the bit, with the fewest bytes, under any names."""
 
+import functools
 import itertools
 import logging
 import random
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
+from penzai.toolshed import lora
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
@@ -145,29 +147,63 @@ def test_move_refuses_numbers_that_do_not_fit_and_what_did_not_arrive(monkeypatc
     assert paths_of(caught) == {"w"}
 
 
+def test_move_casts_on_the_side_with_fewer_bytes(rows):
+    row, whole = LAYOUTS[1], NamedSharding(WIDE, P())
+    tree = {"w": jnp.ones((8, 8), jnp.bfloat16, device=row), "v": jnp.ones((8, 8), device=row)}
+    dtypes = {"w": jnp.float32, "v": jnp.bfloat16}
+    into = {path: jnp.zeros((8, 8), dtype, device=whole) for path, dtype in dtypes.items()}
+    assert contents(move(tree, into, allow="cast")) == contents({k: x + 1 for k, x in into.items()})
+    assert {row["sent"] for row in rows().values()} == {8 * 6 * 8 * 2}
+
+
 # Into other structures
 
 
-def test_move_linen_into_penzai_and_back(rows):
-    """Another library, names, axes, order and dtype, on another mesh; the inverse comes free."""
+def carry_by_checkpoint(tree, into, tmp_path, **options):
+    return pzs.restore_params(pzs.save_params(tmp_path, tree, overwrite=True), into, **options)
+
+
+@pytest.mark.parametrize("way", ["move", "checkpoint"])
+def test_linen_into_penzai_and_back(tmp_path, way):
+    """Another library, names, axes, order, on another mesh; the inverse comes free."""
+    carry = {
+        "move": move,
+        "checkpoint": functools.partial(carry_by_checkpoint, tmp_path=tmp_path / "a"),
+    }[way]
     flax = pzs.place(linen(), TALL, {"embed": "model"}, **RELAXED)
-    shapes = {"Dense_0": {"mlp": 16, "embed": 8}, "Dense_1": {"embed": 8, "mlp": 16}}
-    layers = {name: pz.nx.zeros(shape) for name, shape in shapes.items()}
-    into = {f"net/{name}/Linear.weights": layer for name, layer in layers.items()}
-    into = structs_on(into, WIDE, {"embed": "data", "mlp": "model"})
-    names = {"params/*/kernel": "net/*/Linear.weights"}
-    moved = move(flax, into, names=names, allow=("extra", "transpose"))
-    for name in layers:
-        kernel = flax["params"][name]["kernel"]
-        moved_there = moved[f"net/{name}/Linear.weights"].untag("embed", "mlp").unwrap()
-        if name == "Dense_1":
-            moved_there = moved_there.T
-        np.testing.assert_array_equal(moved_there, numbers(kernel.value))
-    inverse = {new: old for old, new in names.items()}
-    back = move(moved, blank(flax), names=inverse, others="keep", allow="transpose")
-    for name in layers:
+    shapes = {"Dense_0": {"width": 16, "embed": 8}, "Dense_1": {"embed": 8, "width": 16}}
+    into = {f"net/{name}/Linear.weights": pz.nx.zeros(shapes[name]) for name in shapes}
+    into = structs_on(into, WIDE, {"embed": "data", "width": "model"})
+    names, axes = {"params/*/kernel": "net/*/Linear.weights"}, {"mlp": "width"}
+    options = {"names": names, "rename_axes": axes, "allow": ("extra", "transpose")}
+    carried = carry(flax, into, **options)
+    for name in shapes:
+        kernel = numbers(flax["params"][name]["kernel"].value).reshape(-1)
+        order = ("embed", "width") if name == "Dense_0" else ("width", "embed")
+        found = carried[f"net/{name}/Linear.weights"].untag(*order).unwrap()
+        np.testing.assert_array_equal(found.reshape(-1), kernel)
+    inverse, axes = ({new: old for old, new in each.items()} for each in (names, axes))
+    options = {"names": inverse, "rename_axes": axes, "allow": "transpose", "others": "keep"}
+    back = carry(carried, blank(flax), **options)
+    for name in shapes:
         pairs = (tree["params"][name]["kernel"].value for tree in (back, flax))
         np.testing.assert_array_equal(*map(numbers, pairs))
+
+
+def test_adapters_alone_by_move_and_by_checkpoint(tmp_path):
+    base = penzai_mlp(1)
+    tuned, fresh = (
+        lora.loraify_linears_in_selection(pz.select(x), 2, jax.random.key(i))
+        for i, x in enumerate((MLP, base))
+    )
+    tuned = pzs.with_params(tuned, {k: v + 1 for k, v in pzs.param_dict(tuned).items()})
+    adapters = {path: x for path, x in params(tuned).items() if "LoRA" in path}
+    path = pzs.save_params(tmp_path / "adapters", tuned, only="**/LoRA_?/**")
+    expected = params(fresh) | adapters
+    assert adapters
+    assert params(pzs.restore_params(path, fresh, others="keep", only="**/LoRA_?/**")) == expected
+    options = {"others": "keep", "only": "**/LoRA_?/**"}
+    assert params(move(tuned, fresh, **options)) == expected
 
 
 @pytest.mark.parametrize("is_stacked", [True, False])

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import penzai_shard as pzs
+from penzai_shard.checkpoints.moving import move
 from penzai_shard.processes.arrays import put
 from tests.checkpoints.trees import is_key, paths_of, structs_of
 from tests.processes.launching import run_processes
@@ -42,14 +43,15 @@ def main(me, address, folder):
         path = pzs.save_params(folder / str(number), spread | local)
         for other in layouts:
             structs = structs_of(local) | structs_of({"w": NUMBERS}, other)
-            restored = pzs.restore_params(path, structs | {"keys": structs_of(whole, rows)["keys"]})
-            assert restored["w"].sharding == other
-            for name, expected in whole.items():
-                data = jax.random.key_data if is_key(expected) else jnp.asarray
-                for part in data(restored[name]).addressable_shards:
-                    np.testing.assert_array_equal(part.data, data(expected)[part.index])
-            assert restored["key"] == local["key"]
-            assert restored["numpy"].tolist() == [0, 1, 2]
+            structs |= {"keys": structs_of(whole, rows)["keys"]}
+            for restored in (pzs.restore_params(path, structs), move(spread | local, structs)):
+                assert restored["w"].sharding == other
+                for name, expected in whole.items():
+                    data = jax.random.key_data if is_key(expected) else jnp.asarray
+                    for part in data(restored[name]).addressable_shards:
+                        np.testing.assert_array_equal(part.data, data(expected)[part.index])
+                assert restored["key"] == local["key"]
+                assert restored["numpy"].tolist() == [0, 1, 2]
 
     other_path = folder / "b"
     different = {"w": NUMBERS + me, "v": NUMBERS}
