@@ -205,3 +205,30 @@ def test_computing_is_for_evaluations():
         pzs.build_eval_step_fn(loss_fn).lower(state, **batch).as_text() for loss_fn in losses
     )
     assert plain.count("sharding_constraint") < pinned.count("sharding_constraint")
+
+
+class NnxWithState(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(16, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.up(x)))
+
+
+def test_nnx_with_statistics_and_dropout_is_compiled_once(caplog):
+    # JAX looks a program up once more where a random key lies as P() and P(None) by turns, and
+    # counts that in _cache_size.
+    def find_loss(model, rng, state, x):
+        return (model(x) ** 2).mean(), state, {}
+
+    layout = Layout.data_parallel(blocks=())
+    options = {"loss_fn": find_loss, "optimizer": optax.sgd(0.1), "on_unnamed": "replicate"}
+    mesh, build = pzs.make_mesh({"data": 8}), lambda: NnxWithState(nnx.Rngs(0))
+    state, step = layout.build(build, mesh=mesh, rng=jax.random.key(0), **options)
+    batch = layout.shard_batch({"x": jnp.ones((8, 16))}, mesh, first_axis="batch")
+    with jax.log_compiles():
+        for _ in range(3):
+            state, _ = step(state, **batch)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(text.startswith("Compiling jit(run_step)") for text in messages) == 1
