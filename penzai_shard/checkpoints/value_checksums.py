@@ -67,7 +67,9 @@ def _start_sums(array: Any) -> Any:
     whole = (0,) * np.ndim(array), np.shape(array)
     if isinstance(array, jax.Array):
         is_here = array.is_fully_replicated or array.is_fully_addressable
-        if array.nbytes > _HOST_BYTES or not is_here:
+        # Devices do not compute with what is in the memory of the host.
+        is_large = array.nbytes > _HOST_BYTES and array.sharding.memory_kind != "pinned_host"
+        if is_large or not is_here:
             return _sum_on_devices(array, *_place(*whole))
     return sum_piece(np.asarray(array), *whole)
 

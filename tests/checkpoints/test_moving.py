@@ -19,7 +19,15 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints import moving
 from penzai_shard.checkpoints.moving import move
 from tests.checkpoints import trees
-from tests.checkpoints.trees import blank, contents, kinds_by_path, numbers, params, paths_of
+from tests.checkpoints.trees import (
+    blank,
+    contents,
+    kinds_by_path,
+    numbers,
+    params,
+    paths_of,
+    structs_of,
+)
 from tests.models import OPTIMIZERS, counted_mlp, linen, llama, model, penzai_mlp
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
@@ -154,6 +162,20 @@ def test_move_casts_on_the_side_with_fewer_bytes(rows):
     into = {path: jnp.zeros((8, 8), dtype, device=whole) for path, dtype in dtypes.items()}
     assert contents(move(tree, into, allow="cast")) == contents({k: x + 1 for k, x in into.items()})
     assert {row["sent"] for row in rows().values()} == {8 * 6 * 8 * 2}
+
+
+def test_move_to_the_memory_of_the_host_and_back(tmp_path):
+    device, host = (
+        NamedSharding(WIDE, P("data"), memory_kind=kind) for kind in (None, "pinned_host")
+    )
+    tree = {"w": jnp.ones((256, 256), device=device), "v": jnp.ones(8, device=device)}
+    there = move(tree, structs_of(tree, host))
+    trees.assert_lies_as(there, dict.fromkeys(tree, host))
+    back = move(there, structs_of(tree, device))
+    trees.assert_lies_as(back, dict.fromkeys(tree, device))
+    assert contents(back) == contents(tree)
+    path = pzs.save_params(tmp_path / "host", there)
+    assert contents(pzs.restore_params(path, structs_of(tree, device))) == contents(tree)
 
 
 # Into other structures
