@@ -345,7 +345,7 @@ def _add(total: Any, report: Any) -> Any:
 def stop_requests(event: Any) -> Iterator[Callable[[], str]]:
     """Notes the wish to stop: Ctrl-C, the SIGTERM of clusters, an event.
 
-    A second signal does what it would do without. Signals reach the main thread alone.
+    A second Ctrl-C does what it would do without. Signals reach the main thread alone.
 
     Yields:
         A function that gives the reason to stop, or nothing.
@@ -354,7 +354,8 @@ def stop_requests(event: Any) -> Iterator[Callable[[], str]]:
     handlers: dict[int, Any] = {}
 
     def receive(number: int, frame: Any) -> None:
-        if received:
+        # Launchers repeat SIGTERM: timeout sends it to its program, and once more to its group.
+        if received and number == signal.SIGINT:
             put_back()
             signal.raise_signal(number)
         received.append(_SIGNALS[signal.Signals(number)])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from penzai_shard.errors import Problem, ShardingError
 from penzai_shard.jax_internals import messages
 
 ENDED_BY_ANOTHER = 75
@@ -56,8 +57,10 @@ def several_processes(
         heartbeat_seconds: After how long a process that is silent counts as killed.
 
     Raises:
-        RuntimeError, ValueError: From ``jax.distributed.initialize``: JAX has its devices already,
-            arguments are missing, or a port is in use.
+        ShardingError: Arguments are missing or wrong, or processes give other counts.
+        RuntimeError: From ``jax.distributed.initialize``: JAX has its devices already, or a port is
+            in use. If two have the same number, or some do not come in five minutes, JAX aborts the
+            program.
 
     >>> with several_processes(processes=1):
     ...     jax.process_count()
@@ -71,7 +74,7 @@ def several_processes(
         yield
         return
     if not has_begun:
-        jax.distributed.initialize(*given, heartbeat_timeout_seconds=heartbeat_seconds)
+        _join(*given, heartbeat_seconds)
     job = _Job()
     try:
         yield
@@ -84,6 +87,23 @@ def several_processes(
     job.end()
     if not has_begun:
         jax.distributed.shutdown()
+
+
+def _join(coordinator: str | None, count: int | None, me: int | None, heartbeat: int) -> None:
+    """Joins the job, once all its processes have come."""
+    # Printed first: where two have one number, or some do not come, JAX aborts without an error.
+    _say(f"joins the job: coordinator={coordinator}, processes={count}, process_id={me}.")
+    try:
+        jax.distributed.initialize(coordinator, count, me, heartbeat_timeout_seconds=heartbeat)
+        # A process that counts more of them than there are would wait for these with its devices.
+        if count is not None and me is not None:
+            messages.send(f"penzai_shard/count/{me}", str(count))
+            counts = (messages.receive(f"penzai_shard/count/{i}", math.inf) for i in range(count))
+            if other := next((text for text in counts if text != str(count)), None):
+                raise ValueError(f"it has processes={count}, and another one processes={other}")
+    except (ValueError, TypeError, IndexError) as error:
+        problem = Problem("", str(error), "Give all the same processes=, and each its process_id=.")
+        raise ShardingError(f"process {me} of {count} cannot join the job:", [problem]) from error
 
 
 class _Job:

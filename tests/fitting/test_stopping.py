@@ -76,6 +76,16 @@ def test_fit_ends_at_once_on_a_second_ctrl_c(tmp_path):
     assert CheckpointManager(tmp_path).steps() == []
 
 
+def test_fit_takes_a_repeated_sigterm_as_one(tmp_path):
+    def act():
+        terminate()
+        terminate()
+
+    with pytest.raises(SystemExit) as caught:
+        train_and_act(act, checkpoint=tmp_path)
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
+
+
 def test_fit_stops_at_an_event_in_any_thread(tmp_path):
     event, states, handlers = threading.Event(), [], []
 

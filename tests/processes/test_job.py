@@ -14,15 +14,29 @@ import numpy as np
 import pytest
 
 from penzai_shard.checkpoints.manager import CheckpointManager
+from penzai_shard.errors import ShardingError
 from penzai_shard.jax_internals import messages
 from penzai_shard.processes.agreement import gather
 from penzai_shard.processes.job import ENDED_BY_ANOTHER, several_processes
 from tests.processes.launching import run_jobs
 
+WRONG_ARGUMENTS = [
+    ("127.0.0.1:1", 2, 2),
+    ("127.0.0.1:1", 2, -1),
+    ("127.0.0.1:1", None, 0),
+    ("127.0.0.1", 2, 0),
+    (None, 2, 0),
+]
 STATE = {"step": 1, "w": np.arange(10_000.0, dtype="float32")}
 
 
 def main(me, address, folder, ending):
+    if ending == "arguments":
+        for arguments in [*WRONG_ARGUMENTS, (address, 2 + me, me)]:
+            with pytest.raises(ShardingError) as caught, several_processes(*arguments):
+                pass
+            assert caught.value.problems[0].fix
+        return
     with several_processes(address, 2, me, heartbeat_seconds=3):
         # It is being written when the job ends.
         CheckpointManager(folder).save(1, STATE)
@@ -37,7 +51,7 @@ def main(me, address, folder, ending):
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """By ending the folder of a job, and how its processes ended."""
-    folders = {ending: tmp_path_factory.mktemp(ending) for ending in ("error", "kill")}
+    folders = {ending: tmp_path_factory.mktemp(ending) for ending in ("error", "kill", "arguments")}
     jobs = run_jobs(__file__, [[folder, ending] for ending, folder in folders.items()])
     return {ending: (folders[ending], *job) for ending, job in zip(folders, jobs, strict=True)}
 
@@ -66,6 +80,10 @@ def test_a_killed_process_ends_both(ends):
     assert status == -signal.SIGABRT
     assert "\n1\n" in errors or "task:1" in errors
     go_on(folder)
+
+
+def test_wrong_arguments_and_other_counts_of_processes_are_refused(ends):
+    assert [status for status, *_ in ends["arguments"][1:]] == [0, 0]
 
 
 def test_one_process_goes_on_as_it_is(capsys):
