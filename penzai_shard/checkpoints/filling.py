@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from penzai_shard.arrays.kinds import device_dtype
 from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
@@ -249,7 +250,7 @@ def fill_arrays(
     def place(group: _Group) -> list[jax.Array]:
         nonlocal unreturned
         source, struct = wanted[group.name]
-        arrays = []
+        kind, arrays = struct.sharding.memory_kind, []
         size = sum(map(_count, group.devices)) * struct.dtype.itemsize
         mib = min(_MIB_IN_FLIGHT, 1 + size // 2**20)
         with turn:
@@ -266,7 +267,10 @@ def fill_arrays(
             while parts:
                 part, memory = parts.popitem()
                 with jax.enable_x64(has_64_bits):
-                    copies = [jax.device_put(memory, d) for d in group.devices[part]]
+                    copies = [
+                        jax.device_put(memory, SingleDeviceSharding(d, memory_kind=kind))
+                        for d in group.devices[part]
+                    ]
                 arrays += jax.block_until_ready(copies)
         finally:
             budget.release(mib)
