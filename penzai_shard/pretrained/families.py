@@ -7,6 +7,7 @@ one tensor. ``1+`` marks tensors to which the model adds one.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ Initializer = Callable[[Any], Any]
 """Makes a model with real numbers of a random key, or of None one without parameters."""
 
 _DTYPES = ("float32", "bfloat16")
+# Early versions of transformers stored these, and nothing is computed from them.
+_BUFFERS = ("**.rotary_emb.inv_freq", "**.attention.bias", "**.attention.masked_bias")
 
 
 def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bool = False) -> Any:
@@ -96,14 +99,12 @@ def make_initializer(
     dtype_name = getattr(dtype, "__name__", str(dtype))
     problems = Problems(f"cannot build {config.source}:")
     if dtype_name not in _DTYPES:
-        fix = "Write dtype='bfloat16' or dtype='float32'."
-        problems.add("dtype", f"Penzai has no models of {dtype_name}", fix)
-    if use_layer_stack and not family.stacks(config):
-        what = f"the layers of this {family.name} differ, and cannot be one stack"
+        problems.add("dtype", f"Penzai has no models of {dtype_name}", "Write dtype='bfloat16'.")
+    if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
+        what = f"the layers of this {family.name} cannot be one stack"
         problems.add("use_layer_stack", what, "Leave it out.")
     if tokens < known:
-        what = f"{tokens} is less than vocab_size, {known}"
-        problems.add("vocabulary", what, "Write a greater number.")
+        problems.add("vocabulary", f"{tokens} is less than {known}", f"Write {known} or more.")
     problems.raise_if_any(RuleTypeError)
     dtype = jnp.dtype(dtype_name)
     build = family.build(
@@ -126,15 +127,16 @@ def make_initializer(
 # Building
 
 
-def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
+def _build_llama(
+    config: ModelConfig, mlp: Any = "swiglu", is_tied: bool = False, **fields: Any
+) -> Initializer:
     queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
     kinds = tuple(
-        llamalike_common.AttentionTypeGlobalCausal()
-        if layer.window is None
-        else llamalike_common.AttentionTypeSlidingWindowCausal(layer.window)
+        llamalike_common.AttentionTypeSlidingWindowCausal(layer.window)
+        if layer.window
+        else llamalike_common.AttentionTypeGlobalCausal()
         for layer in config.layers
     )
-    own = {"mlp_variant": "swiglu", "tie_embedder_and_logits": False}
     whole = llamalike_common.LlamalikeTransformerConfig(
         num_kv_heads=keys,
         query_head_multiplier=queries // keys,
@@ -145,20 +147,21 @@ def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["rms_norm_eps"],
         attention_type=kinds[0] if len(set(kinds)) == 1 else kinds,
-        **{**own, **fields},
+        mlp_variant=mlp,
+        tie_embedder_and_logits=is_tied,
+        **fields,
     )
+
+    def rotate(attention: Any, layer: Layer) -> Any:
+        def change(rope: pz.nn.ApplyRoPE) -> Any:
+            rope = dataclasses.replace(rope, max_wavelength=layer.theta)
+            scaled = ApplyScaledRoPE(rope, layer.factor, layer.bands)
+            return rope if layer.factor == 1.0 else scaled
+
+        return pz.select(attention).at_instances_of(pz.nn.ApplyRoPE).apply(change)
 
     def build(key: Any) -> Any:
         model = llamalike_common.build_llamalike_transformer(whole, key)
-
-        def rotate(attention: Any, layer: Layer) -> Any:
-            def change(rope: pz.nn.ApplyRoPE) -> Any:
-                rope = dataclasses.replace(rope, max_wavelength=layer.theta)
-                scaled = ApplyScaledRoPE(rope, layer.factor, layer.bands)
-                return rope if layer.factor == 1.0 else scaled
-
-            return pz.select(attention).at_instances_of(pz.nn.ApplyRoPE).apply(change)
-
         # A stack has one attention for its layers, which are alike.
         attention = pz.select(model).at_instances_of(pz.nn.Attention)
         return attention.set_sequence(map(rotate, attention.get_sequence(), config.layers))
@@ -166,8 +169,7 @@ def _build_llama(config: ModelConfig, **fields: Any) -> Initializer:
     return build
 
 
-def _build_gemma(config: ModelConfig, **fields: Any) -> Initializer:
-    return _build_llama(config, mlp_variant="geglu_approx", tie_embedder_and_logits=True, **fields)
+_build_gemma = functools.partial(_build_llama, mlp="geglu_approx", is_tied=True)
 
 
 def _build_gemma_2(config: ModelConfig, **fields: Any) -> Initializer:
@@ -256,11 +258,10 @@ class ApplyScaledRoPE(pz.nn.Layer):  # type: ignore[misc]
         def rotate(head: jax.Array, position: jax.Array) -> jax.Array:
             half = len(head) // 2
             frequencies = self.rope.max_wavelength ** (-jnp.arange(half) / half)
-            kept: Any = 0.0
-            if self.bands is not None:
-                slow, fast, length = self.bands
-                turns = length * frequencies / (2 * jnp.pi)
-                kept = jnp.clip((turns - slow) / (fast - slow), 0, 1)
+            # Without bands all are divided, as if they were slow.
+            slow, fast, length = self.bands or (1.0, 2.0, 0.0)
+            turns = length * frequencies / (2 * jnp.pi)
+            kept = jnp.clip((turns - slow) / (fast - slow), 0, 1)
             angles = position * frequencies * (kept + (1 - kept) / self.factor)
             sin, cos = jnp.sin(angles), jnp.cos(angles)
             first, second = jnp.split(head, 2)
@@ -286,7 +287,6 @@ class Family:
         of_block: The same of each tensor of a block, behind ``blocks``.
         blocks: What stands before the tensors of a block.
         tied: Of a tensor that is not stored if embeddings are tied, the one in its place.
-        has_alike_blocks: Whether Penzai can stack blocks whose layers are alike.
         harmless: Patterns of tensors from which nothing is computed.
         prefix: What stands before all names but those.
     """
@@ -297,13 +297,8 @@ class Family:
     of_block: Mapping[str, str]
     blocks: str = "model.layers.{}."
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    has_alike_blocks: bool = True
-    harmless: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
+    harmless: tuple[str, ...] = _BUFFERS
     prefix: str = ""
-
-    def stacks(self, config: ModelConfig) -> bool:
-        """Whether the blocks of a configuration can be stacked."""
-        return self.has_alike_blocks and len(set(config.layers)) == 1
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -311,21 +306,19 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.family]
 
 
-def _plus_one(table: Mapping[str, str]) -> dict[str, str]:
-    """Norms of Gemma, whose tensors hold what is added to one."""
-    return {name: text.replace(": ", ": 1+ ") for name, text in table.items()}
-
-
+_LLAMA = {
+    "model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding",
+    "model.norm.weight": "final_norm/scale.weights: embedding",
+    "lm_head.weight": "lm_head.weights: vocabulary embedding",
+}
+# Penzai's Gemma has one parameter for the tokens that go in and those that come out.
 _GEMMA = {
     "model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding",
     "model.norm.weight": "final_norm/scale.weights: 1+ embedding",
 }
-_LLAMA = {
-    **_GEMMA,
-    "model.norm.weight": "final_norm/scale.weights: embedding",
-    "lm_head.weight": "lm_head.weights: vocabulary embedding",
-}
-_BLOCK = {
+_LLAMA_BLOCK = {
+    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
+    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
     "mlp.gate_proj.weight": "mlp/gating_linear.weights: neurons embedding",
     "mlp.up_proj.weight": "mlp/value_linear.weights: neurons embedding",
     "mlp.down_proj.weight": "mlp/out_linear.weights: embedding neurons",
@@ -334,19 +327,21 @@ _BLOCK = {
     "self_attn.v_proj.weight": "attention/value.weights: heads*projection embedding",
     "self_attn.o_proj.weight": "attention/output.weights: embedding heads*projection",
 }
-_NORMS = {
-    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
-    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+_GEMMA_BLOCK = {
+    **_LLAMA_BLOCK,
+    "input_layernorm.weight": "pre_attention_norm/scale.weights: 1+ embedding",
+    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: 1+ embedding",
 }
-_NORMS_AROUND = {
-    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
-    "post_attention_layernorm.weight": "post_attention_norm/scale.weights: embedding",
-    "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
-    "post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: embedding",
+_GEMMA_2_BLOCK = {
+    **_GEMMA_BLOCK,
+    "post_attention_layernorm.weight": "post_attention_norm/scale.weights: 1+ embedding",
+    "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: 1+ embedding",
+    "post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: 1+ embedding",
 }
-_NORMS_OF_HEADS = {
-    "self_attn.q_norm.weight": "attention/query_norm/scale.weights: projection",
-    "self_attn.k_norm.weight": "attention/key_norm/scale.weights: projection",
+_GEMMA_3_BLOCK = {
+    **_GEMMA_2_BLOCK,
+    "self_attn.q_norm.weight": "attention/query_norm/scale.weights: 1+ projection",
+    "self_attn.k_norm.weight": "attention/key_norm/scale.weights: 1+ projection",
 }
 _NEOX = {
     "gpt_neox.embed_in.weight": "embedder.embeddings: vocabulary embedding",
@@ -377,13 +372,8 @@ _NEOX_BLOCK = {
     "attention.dense.bias": "attention/output/AddBias.bias: embedding",
 }
 
-_LLAMA_BLOCK = {**_NORMS, **_BLOCK}
-_GEMMA_BLOCK = {**_plus_one(_NORMS), **_BLOCK}
-_GEMMA_2_BLOCK = {**_plus_one(_NORMS_AROUND), **_BLOCK}
-_GEMMA_3_BLOCK = {**_GEMMA_2_BLOCK, **_plus_one(_NORMS_OF_HEADS)}
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-# Penzai's Gemma has one parameter for the tokens that go in and those that come out.
-_GEMMA_3 = Family("Gemma 3", _build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, has_alike_blocks=False)
+_GEMMA_3 = Family("Gemma 3", _build_gemma_3, _GEMMA, _GEMMA_3_BLOCK)
 _ALL = (
     Family("Llama", _build_llama, _LLAMA, _LLAMA_BLOCK, tied=_TIED),
     Family("Mistral", _build_llama, _LLAMA, _LLAMA_BLOCK, tied=_TIED),
@@ -398,7 +388,6 @@ _ALL = (
         _NEOX_BLOCK,
         blocks="gpt_neox.layers.{}.",
         tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
-        harmless=("**.attention.bias", "**.attention.masked_bias", "**.rotary_emb.inv_freq"),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

@@ -65,7 +65,7 @@ class ModelConfig:
         family: The name of its family, ``"Llama"``.
         values: Every attribute that the family knows; where it was absent, what that means.
         layers: One for each block.
-        given: The attributes as they were written; of a model with images those of its text.
+        given: The attributes as they were written.
         source: What messages call the configuration.
     """
 
@@ -99,12 +99,12 @@ def read_config(config: Any) -> ModelConfig:
     is_given = isinstance(config, Mapping)
     source = "config" if is_given else str(config)
     given = config if is_given else _read_json(source)
-    family = _find_family(source, given)
+    family, own = _find_family(source, given), given
     if family == "Gemma 3 with images":
-        source, given = f"{source}/text_config", given.get("text_config")
-        _check_table(source, given)
+        source, own = f"{source}/text_config", given.get("text_config")
+        _check_table(source, own)
     problems = Problems(f"{source} is no {family} that Penzai's model computes:")
-    values = _check_attributes(_flatten_rope(given), _FAMILIES[family][2], problems)
+    values = _check_attributes(_flatten_rope(own), _FAMILIES[family][2], problems)
     # What does not fit by itself is compared with nothing.
     layers = () if problems else _read_layers(values, problems)
     problems.raise_if_any(CheckpointMismatchError)

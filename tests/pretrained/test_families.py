@@ -220,7 +220,7 @@ def test_a_vocabulary_can_be_longer():
     [
         ("llama", {"dtype": "float16"}, "dtype", "dtype='bfloat16'"),
         ("llama", {"dtype": "float17"}, "dtype", "dtype='bfloat16'"),
-        ("llama", {"vocabulary": 39}, "vocabulary", "greater"),
+        ("llama", {"vocabulary": 39}, "vocabulary", "40 or more"),
         ("gemma2", {"use_layer_stack": True}, "use_layer_stack", "Leave"),
         ("gemma3", {"use_layer_stack": True}, "use_layer_stack", "Leave"),
     ],
