@@ -170,7 +170,7 @@ def _vanishes(node: Any) -> bool:
 
 
 def _find_part(node: Any, key: Any) -> Any:
-    return dict(kind_of(node).parts(node))[key]
+    return (node if type(node) in (list, tuple) else dict(kind_of(node).parts(node)))[key]
 
 
 def follow(tree: Any, keys: Keys) -> list[Any]:
