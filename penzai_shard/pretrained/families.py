@@ -45,8 +45,11 @@ def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bo
             ``read_config``.
         RuleTypeError: Penzai has no models of this dtype, or blocks that differ shall be one stack.
 
-    >>> from penzai_shard import make_plan
-    >>> plan = make_plan(model_of_config("llama-3-8b"), {"data": 4}, {"embedding": "data"})
+    >>> import penzai_shard as pzs
+    >>> mesh = pzs.make_mesh({"data": 16}, abstract=True)
+    >>> plan = pzs.make_plan(model_of_config("llama-3-8b"), mesh, {"embedding": "data"})
+    >>> {leaf.path: leaf.spec for leaf in plan.leaves}["transformer/embedder.embeddings"]
+    P(None, 'data')
     """
     return build_model(read_config(config), dtype=dtype, use_layer_stack=use_layer_stack)
 
