@@ -131,7 +131,11 @@ def make_initializer(
 
 
 def _build_llama(
-    config: ModelConfig, mlp: Any = "swiglu", is_tied: bool = False, **fields: Any
+    config: ModelConfig,
+    mlp: Any = "swiglu",
+    is_tied: bool = False,
+    norms_of_heads: bool = False,
+    **fields: Any,
 ) -> Initializer:
     queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
     kinds = tuple(
@@ -155,19 +159,32 @@ def _build_llama(
         **fields,
     )
 
-    def rotate(attention: Any, layer: Layer) -> Any:
-        def change(rope: pz.nn.ApplyRoPE) -> Any:
-            rope = dataclasses.replace(rope, max_wavelength=layer.theta)
-            scaled = ApplyScaledRoPE(rope, layer.factor, layer.bands)
-            return rope if layer.factor == 1.0 else scaled
-
-        return pz.select(attention).at_instances_of(pz.nn.ApplyRoPE).apply(change)
-
     def build(key: Any) -> Any:
+        def change(number: int, layer: Layer, attention: pz.nn.Attention) -> pz.nn.Attention:
+            def rewrite(sequence: pz.nn.Sequential, name: str) -> pz.nn.Sequential:
+                linear, rope, *others = sequence.sublayers
+                rope = dataclasses.replace(rope, max_wavelength=layer.theta)
+                if layer.factor != 1.0:
+                    rope = ApplyScaledRoPE(rope, layer.factor, layer.bands)
+                if norms_of_heads:
+                    norm = pz.nn.RMSLayerNorm.from_config(
+                        name=f"transformer/block_{number}/attention/{name}_norm",
+                        init_base_rng=key,
+                        across_axes={"projection": config["head_dim"]},
+                        epsilon=config["rms_norm_eps"],
+                    )
+                    return pz.nn.Sequential([linear, norm, rope, *others])
+                return pz.nn.Sequential([linear, rope, *others])
+
+            queries = rewrite(attention.input_to_query, "query")
+            keys = rewrite(attention.input_to_key, "key")
+            return dataclasses.replace(attention, input_to_query=queries, input_to_key=keys)
+
         model = llamalike_common.build_llamalike_transformer(whole, key)
         # A stack has one attention for its layers, which are alike.
-        attention = pz.select(model).at_instances_of(pz.nn.Attention)
-        return attention.set_sequence(map(rotate, attention.get_sequence(), config.layers))
+        found = pz.select(model).at_instances_of(pz.nn.Attention)
+        changed = map(change, itertools.count(), config.layers, found.get_sequence())
+        return found.set_sequence(changed)
 
     return build
 
@@ -187,31 +204,8 @@ def _build_gemma_2(config: ModelConfig, **fields: Any) -> Initializer:
     )
 
 
-def _build_gemma_3(config: ModelConfig, **fields: Any) -> Initializer:
-    """Gemma 2 with norms of queries and keys before they are rotated."""
-    build_gemma_2 = _build_gemma_2(config, **fields)
-
-    def build(key: Any) -> Any:
-        def insert(sequence: Any, name: str) -> Any:
-            norm = pz.nn.RMSLayerNorm.from_config(
-                name=name,
-                init_base_rng=key,
-                across_axes={"projection": config["head_dim"]},
-                epsilon=config["rms_norm_eps"],
-            )
-            first, *others = sequence.sublayers
-            return pz.nn.Sequential([first, norm, *others])
-
-        def change(number: int, attention: Any) -> Any:
-            name = f"transformer/block_{number}/attention"
-            queries = insert(attention.input_to_query, f"{name}/query_norm")
-            keys = insert(attention.input_to_key, f"{name}/key_norm")
-            return dataclasses.replace(attention, input_to_query=queries, input_to_key=keys)
-
-        attention = pz.select(build_gemma_2(key)).at_instances_of(pz.nn.Attention)
-        return attention.set_sequence(map(change, itertools.count(), attention.get_sequence()))
-
-    return build
+# With norms of queries and keys before they are rotated.
+_build_gemma_3 = functools.partial(_build_gemma_2, norms_of_heads=True)
 
 
 def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
