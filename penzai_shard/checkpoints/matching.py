@@ -53,6 +53,8 @@ class Options:
         only: Patterns of the wanted paths that are asked for; ``("**",)`` for all.
         except_: Patterns of those that are not.
         keeps_others: Whether what is not asked for, or if all is, not stored, keeps its values.
+        finds_order: Whether stored arrays without names get the wanted ones in the order that their
+            lengths tell, and are refused if several orders fit. If not, they are compared by shape.
     """
 
     allow: tuple[str, ...]
@@ -61,6 +63,7 @@ class Options:
     only: tuple[str, ...]
     except_: tuple[str, ...]
     keeps_others: bool
+    finds_order: bool = False
 
     def asks_for(self, path: str) -> bool:
         """Whether an array is asked for."""
@@ -172,6 +175,19 @@ def match(
         matching.add("", what, "missing", fix)
     matching.raise_problems(headline)
     return sources
+
+
+def name_arrays(
+    records: Mapping[str, ArrayRecord], options: Options, *, headline: str, holder: str
+) -> dict[str, str]:
+    """The name that each array gets by ``options.names``, without those that get none.
+
+    Raises:
+        CheckpointMismatchError: Names cannot be given so; with all that is wrong.
+    """
+    matching = _Matching(records, {}, options, False, holder)
+    matching.raise_problems(headline)
+    return matching._names
 
 
 def _count_blocks(record: ArrayRecord) -> int:
@@ -337,6 +353,8 @@ class _Matching:
         elif stored.dtype != wanted.dtype:
             self.add(path, f"the dtypes differ: {both}", "cast")
 
+        if self._options.finds_order and stored.names is None:
+            stored = self._find_order(path, stored, source, wanted)
         # The stored dimension of each wanted one; as they come where no names are stored.
         rank = len(stored.shape)
         wanted_names = wanted.names or (None,) * len(wanted.shape)
@@ -369,6 +387,26 @@ class _Matching:
         if [*order] != sorted(order):
             self.add(path, f"the axes have another order: {both}", "transpose")
         return dataclasses.replace(source, order=order, stack=stack)
+
+    def _find_order(
+        self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
+    ) -> ArrayRecord:
+        """A record without names with the wanted ones; adds that several orders fit."""
+        sizes = [*zip(wanted.names or (), wanted.shape, strict=False)]
+        orders: dict[Any, tuple[str | None, ...]] = {}
+        for order in itertools.permutations(sizes):
+            names = tuple(name for name, _ in order)
+            is_front = source.stack is None or names[:1] == (_STACK_AXIS,)
+            if is_front and tuple(size for _, size in order) == stored.shape:
+                # Where a dimension of one element stands changes nothing.
+                orders.setdefault(tuple(pair for pair in order if pair[1] != 1), names)
+        if len(orders) > 1:
+            # Blocks are stored one by one.
+            fitting = [names[source.stack is not None :] for names in orders.values()]
+            what = f"{stored} is stored, of which nothing tells the order of {wanted}"
+            fix = f"Write axes={ {fold_key(source.stored[0]): fitting[0]} }, or another order."
+            self.add(path, what, "axes", fix)
+        return dataclasses.replace(stored, names=next(iter(orders.values()), None))
 
     # What is left
 

@@ -6,7 +6,7 @@ constants and settings are the model's own: they are not in a checkpoint of para
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,6 +35,8 @@ from penzai_shard.planning.planner import plan_tree
 from penzai_shard.processes.arrays import put
 from penzai_shard.rules import OnIndivisible
 from penzai_shard.surgery.inserted import flatten_bare
+
+Records = Mapping[str, ArrayRecord]
 
 # In memory
 
@@ -157,7 +159,8 @@ def save_params(
     ``save_train_state(path, model)`` saves every array of a tree.
 
     Args:
-        path: The directory to make; with several processes, one that all of them see.
+        path: The directory to make; with several processes, one that all of them see. With one,
+            also a new url of an object store: ``gs://bucket/run``, ``s3://bucket/run``.
         model: As for ``param_dict``, with values.
         only: A pattern of paths, or several: what one of them fits is saved, for instance the
             adapters of a model, ``"**/LoRA_?/**"``.
@@ -376,6 +379,8 @@ def restore_tree(
     *,
     is_state: bool = False,
     free: Any = (),
+    shown: bool = False,
+    name_axes: Callable[[Records], Records] = lambda records: records,
 ) -> Any:
     """A tree with the arrays of a checkpoint, read straight onto their devices.
 
@@ -390,6 +395,8 @@ def restore_tree(
         is_state: Whether all arrays but constants are read, or parameters only; the tree gets
             copies of its own other arrays.
         free: Arrays that are deleted once the checkpoint is found to fit.
+        shown: Whether a terminal shows a bar of what is read.
+        name_axes: Adds to records what is known of their axes besides.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
@@ -407,13 +414,16 @@ def restore_tree(
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
             raise CheckpointMismatchError(headline, [problem])
-        start, stored = "", manifest.records
+        start, stored = "", name_axes(manifest.records)
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
         sources = match(stored, records, options, headline=headline, own=own, is_state=is_state)
         first = {name: stored[source.stored[0]] for name, source in sources.items()}
         # What others wrote has no checksums, and no names that could be absent on purpose.
-        if any(x.names is None and (records[n].names or not x.values) for n, x in first.items()):
+        if any(
+            x.names is None and (not options.finds_order if records[name].names else not x.values)
+            for name, x in first.items()
+        ):
             what = "stores no logical axis names of these arrays: only their shapes were compared"
             warn_caller([f"the checkpoint at {manifest.path} {what}."])
         for name, source in sources.items():
@@ -426,7 +436,18 @@ def restore_tree(
         }
         return sources, structs
 
-    values = restore(called, path, choose, verify=verify, free=free)
+    values = restore(called, path, choose, verify=verify, free=free, shown=shown)
+    return complete_tree(leaves, structure, layout, values)
+
+
+def complete_tree(
+    leaves: Sequence[Leaf],
+    structure: Structure,
+    layout: Mapping[str, Any],
+    values: Mapping[str, jax.Array],
+) -> Any:
+    """A tree with values that were read, and copies of its own for the rest."""
+    values = dict(values)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

@@ -7,7 +7,14 @@ import numpy as np
 from penzai_shard.checkpoints.records import ArrayRecord, write_texts
 from penzai_shard.checkpoints.value_checksums import compute_checksums
 
-CODES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int32": "I32"}
+CODES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "int32": "I32",
+}
 INDEX = "model.safetensors.index.json"
 
 
