@@ -20,9 +20,10 @@ _SIZES = {
     "vocab_size": 40,
     "max_position_embeddings": 64,
 }
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_SIZES}
 _GEMMA = {**_SIZES, "head_dim": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+_GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **_GEMMA}
 _GEMMA_3 = {
-    "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     **_GEMMA,
     "sliding_window": 3,
@@ -36,27 +37,13 @@ _GEMMA_3 = {
 
 CONFIGS = {
     "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **_SIZES,
+        **_LLAMA,
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "llama_one_key_head": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **_SIZES,
-        "num_key_value_heads": 1,
-        "rope_theta": 5e5,
-    },
-    "llama_tied": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **_SIZES,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
+    "llama_one_key_head": {**_LLAMA, "num_key_value_heads": 1, "rope_theta": 5e5},
+    "llama_tied": {**_LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "mistral": {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
@@ -66,26 +53,18 @@ CONFIGS = {
         "rope_theta": 10000.0,
     },
     "gemma": {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **_GEMMA},
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        **_GEMMA,
-        "sliding_window": 3,
-        "query_pre_attn_scalar": 24,
-    },
+    "gemma2": {**_GEMMA_2, "sliding_window": 3, "query_pre_attn_scalar": 24},
     "gemma2_alike": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        **_GEMMA,
+        **_GEMMA_2,
         "layer_types": ["full_attention"] * 2,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": 5.0,
     },
-    "gemma3": _GEMMA_3,
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA_3},
     "gemma3_images": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
-        "text_config": {name: value for name, value in _GEMMA_3.items() if name != "architectures"},
+        "text_config": _GEMMA_3,
         "vision_config": {"hidden_size": 8},
         "image_token_index": 39,
         "mm_tokens_per_image": 4,
