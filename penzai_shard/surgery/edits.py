@@ -127,7 +127,16 @@ class Outcome(NamedTuple):
 # The four edits
 
 
-def wrap(where: Place, wrapper: Any, **options: Any) -> Edit:
+def wrap(
+    where: Place,
+    wrapper: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+    **options: Any,
+) -> Edit:
     """Puts a layer around the layers at a place.
 
     Args:
@@ -136,13 +145,12 @@ def wrap(where: Place, wrapper: Any, **options: Any) -> Edit:
             one place is inside of another, the outer one counts.
         wrapper: A class, or a function of the layer. If it has an argument ``path``, it gets the
             path of the layer.
-        **options: Further arguments of the wrapper, and those that all four edits have:
-
-            - ``expect=None``: How many places there must be. By default there must be one at least.
-            - ``within=None``: Only what is inside of such a place: strictly inside of a node of a
-              type or for which a predicate is true, at or below a path that fits a pattern.
-            - ``outside=None``: Only what is not inside of such a place.
-            - ``nested=False``: Also change places inside of places, the inner ones first.
+        expect: How many places there must be. By default there must be one at least.
+        within: Only what is inside of such a place: strictly inside of a node of a type or for
+            which a predicate is true, at or below a path that fits a pattern.
+        outside: Only what is not inside of such a place.
+        nested: Also change places inside of places, the inner ones first.
+        **options: Further arguments of the wrapper.
 
     Returns:
         The edit, for ``Recipe``. A ``WrapperLayer`` goes around the layer as it is, once: where the
@@ -157,10 +165,19 @@ def wrap(where: Place, wrapper: Any, **options: Any) -> Edit:
     >>> wrap(pz.nn.Linear, Checkpointed, policy="dots", expect=2)
     wrap(Linear, Checkpointed, policy='dots', expect=2)
     """
-    return _make_edit("wrap", where, wrapper, **options)
+    place = Where.of(where, within, outside)
+    return Edit("wrap", place, wrapper, tuple(options.items()), expect, nested)
 
 
-def insert_before(where: Place, layer: Any, **options: Any) -> Edit:
+def insert_before(
+    where: Place,
+    layer: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+) -> Edit:
     """Puts a layer before the layers at a place.
 
     Where these are in a list ``sublayers``, it goes into the list. Elsewhere an
@@ -170,7 +187,10 @@ def insert_before(where: Place, layer: Any, **options: Any) -> Edit:
     Args:
         where: As in ``wrap``.
         layer: The layer, or a function that makes it of the layer at the place (and its path).
-        **options: As in ``wrap``.
+        expect: As in ``wrap``.
+        within: As in ``wrap``.
+        outside: As in ``wrap``.
+        nested: As in ``wrap``.
 
     Returns:
         The edit, for ``Recipe``.
@@ -182,20 +202,39 @@ def insert_before(where: Place, layer: Any, **options: Any) -> Edit:
     >>> insert_before(pz.nn.Linear, pz.nn.Identity())
     insert_before(Linear, Identity(...))
     """
-    return _make_edit("insert_before", where, layer, **options)
+    place = Where.of(where, within, outside)
+    return Edit("insert_before", place, layer, (), expect, nested)
 
 
-def insert_after(where: Place, layer: Any, **options: Any) -> Edit:
+def insert_after(
+    where: Place,
+    layer: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+) -> Edit:
     """Puts a layer after the layers at a place; see ``insert_before``.
 
     >>> from penzai import pz
     >>> insert_after("**/attention", pz.nn.Identity(), within=pz.nn.Residual)
     insert_after('**/attention', Identity(...), within=Residual)
     """
-    return _make_edit("insert_after", where, layer, **options)
+    place = Where.of(where, within, outside)
+    return Edit("insert_after", place, layer, (), expect, nested)
 
 
-def replace(where: Place, function: Any, **options: Any) -> Edit:
+def replace(
+    where: Place,
+    function: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+    **options: Any,
+) -> Edit:
     """Puts something else in the place of the nodes at a place.
 
     Unlike the other edits it also finds nodes that cannot be called, such as parameters. ``strip``
@@ -204,7 +243,11 @@ def replace(where: Place, function: Any, **options: Any) -> Edit:
     Args:
         where: As in ``wrap``.
         function: A function of the node (and its path) that gives what takes its place.
-        **options: As in ``wrap``.
+        expect: As in ``wrap``.
+        within: As in ``wrap``.
+        outside: As in ``wrap``.
+        nested: As in ``wrap``.
+        **options: Further arguments of the function.
 
     Returns:
         The edit, for ``Recipe``.
@@ -216,22 +259,8 @@ def replace(where: Place, function: Any, **options: Any) -> Edit:
     >>> replace(pz.nn.StochasticDropout, lambda dropout: pz.nn.Identity())
     replace(StochasticDropout, <lambda>)
     """
-    return _make_edit("replace", where, function, **options)
-
-
-def _make_edit(
-    verb: Verb,
-    where: Place,
-    what: Any,
-    *,
-    expect: int | None = None,
-    within: Place = None,
-    outside: Place = None,
-    nested: bool = False,
-    **options: Any,
-) -> Edit:
     place = Where.of(where, within, outside)
-    return Edit(verb, place, what, (*options.items(),), expect, nested)
+    return Edit("replace", place, function, tuple(options.items()), expect, nested)
 
 
 def _check_use(verb: Verb, what: Any, options: Mapping[str, Any]) -> None:

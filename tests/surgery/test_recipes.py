@@ -352,10 +352,6 @@ WRONG = {
     "a class to insert": (lambda: pzs.insert_after(LINEAR, pz.nn.Identity), "Identity(...)"),
     "a negative number": (lambda: pzs.wrap(LINEAR, JIT, expect=-1), "None"),
     "a misspelt option of edits": (lambda: pzs.wrap(LINEAR, JIT, witin=BLOCK), "within="),
-    "the same of an inserted layer": (
-        lambda: pzs.insert_after(LINEAR, DOUBLE, witin=BLOCK),
-        "within=",
-    ),
     "a recipe that is not called": (lambda: pzs.Recipe(pzs.jit_root), "jit_root()"),
     "the same in a sum": (lambda: pzs.Recipe() + pzs.jit_root, "jit_root()"),
     "a class as model": (lambda: pzs.jit_root().apply(pz.nn.Linear), "Linear(...)"),
