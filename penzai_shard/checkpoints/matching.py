@@ -53,8 +53,9 @@ class Options:
         only: Patterns of the wanted paths that are asked for; ``("**",)`` for all.
         except_: Patterns of those that are not.
         keeps_others: Whether what is not asked for, or if all is, not stored, keeps its values.
-        finds_order: Whether stored arrays without names get the wanted ones in the order that their
-            lengths tell, and are refused if several orders fit. If not, they are compared by shape.
+        axes: The logical axes of stored arrays by pattern, of which the first that fits decides;
+            other arrays without names get the wanted ones in the order that their lengths tell, and
+            are refused if several fit. If it is None, arrays without names are compared by shape.
     """
 
     allow: tuple[str, ...]
@@ -63,7 +64,7 @@ class Options:
     only: tuple[str, ...]
     except_: tuple[str, ...]
     keeps_others: bool
-    finds_order: bool = False
+    axes: Mapping[str, Sequence[str | None]] | None = None
 
     def asks_for(self, path: str) -> bool:
         """Whether an array is asked for."""
@@ -102,6 +103,7 @@ def read_options(
     only: Any = None,
     except_: Any = None,
     others: Any = "error",
+    axes: Any = None,
 ) -> Options:
     """Reads the options of a function that restores; see ``restore_params``.
 
@@ -113,14 +115,15 @@ def read_options(
     for word in texts[0]:
         if word not in _WORDS:
             problems.add("allow", f"there is no word {word!r}", f"Write words of {_WORDS}.")
-    for option, value in {"rename_axes": rename_axes, "names": names}.items():
+    for option, value in {"rename_axes": rename_axes, "names": names, "axes": axes}.items():
         if not isinstance(value, Mapping | None):
             problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
     if others not in ("error", "keep"):
         problems.add("others", f"it is {others!r}", "Write others='keep'.")
     problems.raise_if_any(RuleTypeError)
     only = texts[1] or ("**",)
-    return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], others == "keep")
+    keeps_others = others == "keep"
+    return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], keeps_others, axes)
 
 
 # Matching
@@ -211,7 +214,7 @@ class _Matching:
         self.problems: list[Problem] = []
         self._wanted = wanted
         self._wanted_axes = {None, *(name for r in wanted.values() for name in r.names or ())}
-        self._stored = self._rename_axes(stored)
+        self._stored = self._rename_axes(self._name_axes(stored))
         self._names = self._name_state() if is_state else self._name(stored)
         # Dots and slashes part the pieces of a path, so that a flat dictionary fills a nested one.
         self._path_of = {pattern_parts(name): path for path, name in self._names.items()}
@@ -233,6 +236,21 @@ class _Matching:
             raise CheckpointMismatchError(headline, problems)
 
     # Names
+
+    def _name_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
+        named: dict[str, ArrayRecord] = {}
+        for pattern, names in (self._options.axes or {}).items():
+            fitting = [path for path in stored if matches(pattern, path)]
+            if not fitting:
+                what = f"axes: no stored path fits {pattern!r}"
+                self.add("", what, "axes", _suggest(pattern, stored))
+            for path in fitting:
+                if not isinstance(names, list | tuple) or len(names) != len(stored[path].shape):
+                    what = f"axes: {pattern!r} gives {names!r} to {stored[path]}"
+                    self.add(path, what, "axes", "Give a name for each dimension, or None.")
+                else:
+                    named.setdefault(path, dataclasses.replace(stored[path], names=tuple(names)))
+        return {**stored, **named}
 
     def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
         new: dict[Any, str] = dict(self._options.rename_axes)
@@ -353,7 +371,7 @@ class _Matching:
         elif stored.dtype != wanted.dtype:
             self.add(path, f"the dtypes differ: {both}", "cast")
 
-        if self._options.finds_order and stored.names is None:
+        if self._options.axes is not None and stored.names is None:
             stored = self._find_order(path, stored, source, wanted)
         # The stored dimension of each wanted one; as they come where no names are stored.
         rank = len(stored.shape)

@@ -6,7 +6,7 @@ constants and settings are the model's own: they are not in a checkpoint of para
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,8 +35,6 @@ from penzai_shard.planning.planner import plan_tree
 from penzai_shard.processes.arrays import put
 from penzai_shard.rules import OnIndivisible
 from penzai_shard.surgery.inserted import flatten_bare
-
-Records = Mapping[str, ArrayRecord]
 
 # In memory
 
@@ -380,7 +378,6 @@ def restore_tree(
     is_state: bool = False,
     free: Any = (),
     shown: bool = False,
-    name_axes: Callable[[Records], Records] = lambda records: records,
 ) -> Any:
     """A tree with the arrays of a checkpoint, read straight onto their devices.
 
@@ -396,7 +393,6 @@ def restore_tree(
             copies of its own other arrays.
         free: Arrays that are deleted once the checkpoint is found to fit.
         shown: Whether a terminal shows a bar of what is read.
-        name_axes: Adds to records what is known of their axes besides.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
@@ -414,14 +410,14 @@ def restore_tree(
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
             raise CheckpointMismatchError(headline, [problem])
-        start, stored = "", name_axes(manifest.records)
+        start, stored = "", manifest.records
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
         sources = match(stored, records, options, headline=headline, own=own, is_state=is_state)
         first = {name: stored[source.stored[0]] for name, source in sources.items()}
         # What others wrote has no checksums, and no names that could be absent on purpose.
         if any(
-            x.names is None and (not options.finds_order if records[name].names else not x.values)
+            x.names is None and (options.axes is None if records[name].names else not x.values)
             for name, x in first.items()
         ):
             what = "stores no logical axis names of these arrays: only their shapes were compared"

@@ -5,8 +5,6 @@ model wants it. All that can be wrong is found from headers, before any weight i
 """
 
 import dataclasses
-import functools
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from penzai_shard.arrays.structure import Leaf
-from penzai_shard.checkpoints.matching import Options, read_options
+from penzai_shard.checkpoints.matching import read_options
 from penzai_shard.checkpoints.parameters import (
     complete_tree,
     parameters_of,
@@ -22,18 +20,11 @@ from penzai_shard.checkpoints.parameters import (
     read_tree,
     restore_tree,
 )
-from penzai_shard.checkpoints.records import ArrayRecord, Manifest, absolute_path, make_record
+from penzai_shard.checkpoints.records import Manifest, absolute_path, make_record
 from penzai_shard.checkpoints.replacement import content_of
 from penzai_shard.checkpoints.restoring import restore
-from penzai_shard.errors import (
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    Problem,
-    Problems,
-    RuleTypeError,
-)
+from penzai_shard.errors import CheckpointMismatchError, Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.paths import matches, nearest
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.pretrained.families import build_model
@@ -130,21 +121,20 @@ def load_safetensors(
     >>> dict(loaded["up"].named_shape)
     {'embedding': 4, 'neurons': 8}
     """
-    options = read_options(
-        _CALLED, allow=allow, rename_axes=rename_axes, names=names, others=others
-    )
+    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names, "others": others}
+    options = read_options(_CALLED, axes=axes or {}, **tolerance)
     building: dict[str, Any] = {
         "use_layer_stack": use_layer_stack,
         "upcast_activations": upcast_activations,
         "vocabulary": vocabulary,
     }
-    if into is None:
-        given: dict[str, Any] = {"names": names, "axes": axes, "rename_axes": rename_axes}
-        given["others"] = None if others == "error" else others
-        _refuse_options(given, "Give the model too: into=model.")
-    else:
-        _refuse_options({"config": config, **building}, "Leave out one of it and into=.")
-    dtype, axes = _read_dtype(dtype), _read_axes(axes)
+    own = options.names, options.axes, options.rename_axes, options.keeps_others
+    if any(own if into is None else (config, *building.values())):
+        what = "names, axes, rename_axes and others are options of into=, and of no configuration"
+        problem = Problem("into", what, "Give a model with them, or leave them out.")
+        raise RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
+    dtype = read_dtype(_CALLED, dtype)
+    reading: dict[str, Any] = {"verify": verify, "shown": progress is not False}
 
     def lay_out(model: Any) -> dict[str, Any]:
         relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
@@ -152,37 +142,42 @@ def load_safetensors(
             _CALLED, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed
         )
 
-    reading: dict[str, Any] = {"verify": verify, "shown": progress is not False}
     if into is not None:
-        return _fill(path, into, lay_out, options, axes, dtype, reading)
+        leaves, structure = read_tree(_CALLED, into)
+        if dtype is not None:
+            options = dataclasses.replace(options, allow=(*options.allow, "cast"))
+            leaves = [
+                dataclasses.replace(x, dtype=dtype if _has_fractions(x.dtype) else x.dtype)
+                for x in leaves
+            ]
+        return restore_tree(_CALLED, path, leaves, structure, lay_out(into), options, **reading)
 
-    def build(dtype: Any) -> Any:
-        found = _find_config(path) if config is None else config
-        return read_config(found), build_model(read_config(found), dtype=dtype, **building)
+    def build(dtype: Any) -> tuple[ModelConfig, Any]:
+        content = content_of(absolute_path(path))
+        beside = (content if content.is_dir() else content.parent) / CONFIG
+        checked = read_config(beside if config is None else config)
+        return checked, build_model(checked, dtype=dtype, **building)
 
     return _build_and_fill(path, build, lay_out, options.allow, dtype, reading)
 
 
-def _refuse_options(given: Mapping[str, Any], fix: str) -> None:
-    problems = Problems(f"{_CALLED} cannot take these options together:")
-    for name, value in given.items():
-        if value:
-            problems.add(name, "it is of another kind of model", fix)
-    problems.raise_if_any(RuleTypeError)
+def read_dtype(called: str, dtype: Any) -> Any:
+    """The dtype to which numbers with a fraction are cast, if one is given.
 
-
-def _read_dtype(dtype: Any) -> Any:
+    Raises:
+        RuleTypeError: It is none of such numbers.
+    """
     try:
-        found = None if dtype is None else jnp.dtype(dtype)
+        if dtype is None or _has_fractions(dtype):
+            return dtype and jnp.dtype(dtype)
     except TypeError:
-        found = jnp.dtype(int)
-    if found is not None and not jnp.issubdtype(found, jnp.floating):
-        problem = Problem("dtype", f"{dtype!r} has no numbers with a fraction", _WHICH_DTYPE)
-        raise RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
-    return found
+        pass  # It is no dtype at all.
+    problem = Problem("dtype", f"{dtype!r} has no numbers with a fraction", _WHICH_DTYPE)
+    raise RuleTypeError(f"{called} cannot read its options:", [problem])
 
 
-# Penzai's models
+def _has_fractions(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
 
 
 def _build_and_fill(
@@ -193,24 +188,24 @@ def _build_and_fill(
     dtype: Any,
     reading: Mapping[str, Any],
 ) -> Any:
-    """The model of a configuration, which is looked for where the weights turn out to be."""
+    """The model of a configuration, which is looked for once there are weights."""
     model: Any = None
     layout: dict[str, Any] = {}
 
     def choose(manifest: Manifest) -> Any:
         nonlocal model, layout
         headline = f"the weights at {manifest.path} are not those of their configuration:"
-        if manifest.kind != "tensors":
-            problem = Problem("", "it is a checkpoint", "Write restore_params(path, model).")
-            raise CheckpointMismatchError(headline, [problem])
         # Most weights are of bfloat16; paths and shapes are the same in any dtype.
         config, model = build(dtype or "bfloat16")
         records = {leaf.path: make_record(leaf) for leaf in _read_parameters(model)}
         sources = match_tensors(config, manifest.records, records, headline=headline, allow=allow)
         used = {name for source in sources.values() for name in source.stored}
-        stored = {name: manifest.records[name].dtype for name in manifest.records if name in used}
-        if (found := _find_dtype(stored, dtype, headline)) != "bfloat16":
-            _, model = build(found)
+        found = {manifest.records[name].dtype for name in used}
+        if dtype is None and found not in ({"bfloat16"}, {"float32"}):
+            problem = Problem("", f"the tensors are {', '.join(sorted(found))}", _WHICH_DTYPE)
+            raise CheckpointMismatchError(headline, [problem])
+        if dtype is None and found == {"float32"}:
+            _, model = build("float32")
         layout = lay_out(model)
         structs = {
             leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout[leaf.path])
@@ -224,96 +219,3 @@ def _build_and_fill(
 
 def _read_parameters(model: Any) -> list[Leaf]:
     return parameters_of(read_tree(_CALLED, model)[0])
-
-
-def _find_config(path: Any) -> pathlib.Path:
-    content = content_of(absolute_path(path))
-    file = (content if content.is_dir() else content.parent) / CONFIG
-    if not file.is_file():
-        fix = "Write config= with its path, its attributes, or a published name."
-        problem = Problem(str(file), "it is missing", fix)
-        raise CheckpointNotFoundError("the weights have no configuration:", [problem])
-    return file
-
-
-def _find_dtype(stored: Mapping[str, str], wanted: Any, headline: str) -> str:
-    """The dtype of the parameters: the one that is asked for, or that of all tensors."""
-    problems = Problems(headline)
-    for name, dtype in stored.items():
-        if not jnp.issubdtype(dtype, jnp.floating):
-            fix = "Give weights that are not quantized."
-            problems.add(name, f"{dtype} has no numbers with a fraction", fix, "dtype")
-    found = {*stored.values()}
-    if wanted is None and len(found) > 1:
-        what = f"tensors are of several dtypes: {', '.join(sorted(found))}"
-        problems.add("", what, _WHICH_DTYPE, "cast")
-    elif wanted is None and not found <= {"bfloat16", "float32"}:
-        problems.add("", f"Penzai has no models of {found.pop()}", _WHICH_DTYPE, "cast")
-    problems.raise_if_any(CheckpointMismatchError)
-    return str(wanted or found.pop())
-
-
-# Models of one's own
-
-
-def _fill(
-    path: Any,
-    into: Any,
-    lay_out: Callable[[Any], dict[str, Any]],
-    options: Options,
-    axes: Mapping[str, Any],
-    dtype: Any,
-    reading: Mapping[str, Any],
-) -> Any:
-    """A model that is given with values of the tensors."""
-    leaves, structure = read_tree(_CALLED, into)
-    options = dataclasses.replace(options, finds_order=True)
-    if dtype is not None:
-        options = dataclasses.replace(options, allow=(*options.allow, "cast"))
-        leaves = [
-            dataclasses.replace(leaf, dtype=dtype)
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-            else leaf
-            for leaf in leaves
-        ]
-    layout, namer = lay_out(into), functools.partial(_name_axes, axes)
-    return restore_tree(
-        _CALLED, path, leaves, structure, layout, options, name_axes=namer, **reading
-    )
-
-
-def _read_axes(axes: Any) -> Mapping[str, Any]:
-    problems = Problems(f"{_CALLED} cannot read its options:")
-    fix = "Write axes={'layers.*.weight': ('out', 'in')}, None for a dimension without a name."
-    if not isinstance(axes, Mapping | None):
-        problems.add("axes", f"it is {axes!r}", fix)
-    for pattern, names in (axes or {}).items() if not problems else ():
-        if not isinstance(pattern, str) or not isinstance(names, list | tuple):
-            problems.add("axes", f"it has {pattern!r}: {names!r}", fix)
-    problems.raise_if_any(RuleTypeError)
-    return axes or {}
-
-
-def _name_axes(
-    axes: Mapping[str, Sequence[Any]], records: Mapping[str, ArrayRecord]
-) -> dict[str, ArrayRecord]:
-    """Records of tensors with the logical axes that are given for them."""
-    problems = Problems("these logical axes are not those of the tensors:")
-    found, used = {}, set()
-    for name, record in records.items():
-        fitting = [pattern for pattern in axes if matches(pattern, name)]
-        used.update(fitting)
-        names = tuple(axes[fitting[0]]) if fitting else record.names
-        if names is not None and len(names) != len(record.shape):
-            fix = f"Give {len(record.shape)} names, None for a dimension without one."
-            problems.add(name, f"axes= gives it {names}, and it is {record}", fix, "axes")
-        elif record.names not in (None, names):
-            what = f"axes= gives it {names}, and it was saved as {record}"
-            problems.add(name, what, "Leave it out of axes=; rename_axes= renames.", "axes")
-        else:
-            found[name] = dataclasses.replace(record, names=names)
-    for pattern in axes.keys() - used:
-        fix = f"Write {nearest(pattern, records) or next(iter(records), '')!r}."
-        problems.add(pattern, "no tensor fits it", fix, "axes")
-    problems.raise_if_any(CheckpointMismatchError)
-    return found

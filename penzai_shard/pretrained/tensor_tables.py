@@ -7,9 +7,10 @@ are those of the model, so that what is stored is checked and never trusted.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from penzai_shard.checkpoints.filling import Source
@@ -21,7 +22,7 @@ from penzai_shard.pretrained.model_configs import ModelConfig
 
 Shape = tuple[int, ...]
 
-STACK_AXIS, _VOCABULARY = "blocks", "vocabulary"
+STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
 _PLUS_ONE = "1+ "
 # The logical axes of what Hugging Face calls heads; a parameter has some of them, in this order.
 _HEADS = ("heads", "head_groups", "query_heads")
@@ -70,7 +71,7 @@ def _read_line(dims: str, parameter: ArrayRecord, tokens: int) -> tuple[Source, 
     """
     axes = parameter.names or ()
     sizes: dict[Any, int] = dict(zip(axes, parameter.shape, strict=True))
-    pad = sizes.get(_VOCABULARY, tokens) - tokens
+    pad = sizes.get(VOCABULARY, tokens) - tokens
     split: list[tuple[Any, int]] = []
     shape, pick = [], None
     for dim in dims.removeprefix(_PLUS_ONE).split():
@@ -80,7 +81,7 @@ def _read_line(dims: str, parameter: ArrayRecord, tokens: int) -> tuple[Source, 
             if count:
                 pick = len(split), int(position)
                 split.append((axis, int(count)))
-            elif axis == _VOCABULARY:
+            elif axis == VOCABULARY:
                 split.append((axis, tokens))
             else:
                 known = _HEADS if axis == "heads" else (axis,)
@@ -183,29 +184,29 @@ def find_parts(sources: Mapping[str, Source]) -> dict[str, list[Part]]:
     return parts
 
 
-def join_tensor(
-    parts: Sequence[Part], shape: Shape, read: Callable[[Part], np.ndarray]
-) -> np.ndarray:
-    """A tensor made of arrays, which fill it wholly.
+def join_tensor(parts: Sequence[Part], shape: Shape, arrays: Mapping[str, Any]) -> np.ndarray:
+    """A tensor in host memory, made of arrays that fill it wholly.
 
     Args:
         parts: What goes into it.
         shape: Its shape.
-        read: Gives the array of a part in host memory, without the dimension of a stack.
+        arrays: The arrays by path.
     """
     whole = None
     for part in parts:
-        source, array = part.source, read(part)
+        source, found = part.source, arrays[part.path]
+        if source.stack is not None:
+            # Cut on the devices: the host never has a whole stack.
+            found = jax.lax.dynamic_index_in_dim(found, part.number, source.stack, keepdims=False)
         # The inverse of ``Source.read``: rows of zeros are cut off, and ones are subtracted.
-        array = array.transpose(np.argsort(source.order))
+        array = np.asarray(found).transpose(np.argsort(source.order))
         array = array[: source.shape[0]] if source.pad else array
-        if source.plus:
-            array = array - np.asarray(source.plus, array.dtype)
+        array = array - np.asarray(source.plus, array.dtype) if source.plus else array
         if source.pick is None:
-            return array.reshape(shape)
-        if whole is None:
-            whole = np.empty(source.shape, array.dtype)
-        dimension, position = source.pick
-        np.moveaxis(whole, dimension, 0)[position] = array
+            whole = array
+        else:
+            whole = np.empty(source.shape, array.dtype) if whole is None else whole
+            dimension, position = source.pick
+            np.moveaxis(whole, dimension, 0)[position] = array
     assert whole is not None
-    return whole.reshape(shape)
+    return np.ascontiguousarray(whole).reshape(shape)

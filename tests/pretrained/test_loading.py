@@ -99,17 +99,13 @@ def test_load_casts_as_numpy_does(tmp_path, stored):
     assert model.metadata.activation_dtype == jnp.float32
 
 
-def test_load_refuses_several_dtypes_and_quantized_ones(tmp_path):
+def test_load_refuses_several_dtypes_unless_one_is_asked_for(tmp_path):
     tensors = draw_tensors("llama")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("bfloat16")
     problems = refused(CheckpointMismatchError, load_safetensors, write(tmp_path, "llama", tensors))
     assert "dtype='float32'" in problems[""].fix
     model = load_safetensors(tmp_path, dtype="float32")
     assert pzs.param_dict(model)["transformer/final_norm/scale.weights"].dtype == jnp.float32
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("int32")
-    write(tmp_path, "llama", tensors)
-    problems = refused(CheckpointMismatchError, load_safetensors, tmp_path, dtype="float32")
-    assert problems.keys() == {"model.norm.weight"}
 
 
 def test_load_names_everything_that_does_not_fit_at_once(tmp_path):
@@ -171,11 +167,11 @@ def test_vocabulary_adds_tokens_of_zeros(llama):
 @pytest.mark.parametrize(
     ("options", "error", "path", "fix"),
     [
-        ({"names": {"a": "b"}}, RuleTypeError, "names", "into=model"),
-        ({"axes": {"a": ("b",)}}, RuleTypeError, "axes", "into=model"),
-        ({"others": "keep"}, RuleTypeError, "others", "into=model"),
-        ({"into": {"w": SQUARE}, "vocabulary": 48}, RuleTypeError, "vocabulary", "Leave out"),
-        ({"into": {"w": SQUARE}, "axes": {"w": "ab"}}, RuleTypeError, "axes", "axes={"),
+        ({"names": {"a": "b"}}, RuleTypeError, "into", "Give a model"),
+        ({"axes": {"a": ("b",)}}, RuleTypeError, "into", "Give a model"),
+        ({"others": "keep"}, RuleTypeError, "into", "Give a model"),
+        ({"into": {"w": SQUARE}, "vocabulary": 48}, RuleTypeError, "into", "leave"),
+        ({"into": {"w": SQUARE}, "axes": ["w"]}, RuleTypeError, "axes", "axes={"),
         ({"dtype": "int8"}, RuleTypeError, "dtype", "dtype="),
         ({"dtype": "bf16"}, RuleTypeError, "dtype", "dtype="),
         ({"allow": "everything"}, RuleTypeError, "allow", "extra"),
@@ -193,12 +189,9 @@ def test_load_refuses_options(llama, options, error, path, fix):
 
 def test_load_says_what_is_at_the_path(tmp_path):
     write_tensors(tmp_path / "model.safetensors", draw_tensors("llama"))
-    problems = refused(CheckpointNotFoundError, load_safetensors, tmp_path)
-    assert "config=" in problems[f"{tmp_path}/config.json"].fix
+    (problem,) = refused(CheckpointNotFoundError, load_safetensors, tmp_path).values()
+    assert "config.json" in problem.what
     refused(CheckpointNotFoundError, load_safetensors, tmp_path / "elsewhere")
-    checkpoint = pzs.save_params(tmp_path / "checkpoint", {"w": SQUARE})
-    problems = refused(CheckpointMismatchError, load_safetensors, checkpoint)
-    assert "restore_params" in problems[""].fix
 
 
 # Models of one's own
@@ -252,9 +245,10 @@ def test_into_refuses_orders_that_nothing_tells(tmp_path):
 @pytest.mark.parametrize(
     ("axes", "path", "fix"),
     [
-        ({"w": ("in", "out", "more")}, "w", "2 names"),
-        ({"w": ("in", "neurons")}, "w", "Leave it out"),
-        ({"v": ("in", "out")}, "v", "'w'"),
+        ({"w": ("in", "out", "more")}, "w", "each dimension"),
+        ({"w": "in"}, "w", "each dimension"),
+        ({"w": ("in", "neurons")}, "w", "rename_axes"),
+        ({"v": ("in", "out")}, "", "'w'"),
     ],
 )
 def test_into_refuses_axes_that_are_not_those_of_the_tensors(tmp_path, axes, path, fix):

@@ -1,0 +1,229 @@
+"""Models go into safetensors files that others read, as a whole or not at all."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from penzai import pz
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import penzai_shard as pzs
+from penzai_shard.checkpoints.replacement import Replacement
+from penzai_shard.checkpoints.reports import verify_checkpoint
+from penzai_shard.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    RuleTypeError,
+    ShardingError,
+)
+from penzai_shard.pretrained.families import model_of_config
+from penzai_shard.pretrained.loading import load_safetensors
+from penzai_shard.pretrained.saving import save_safetensors
+from tests.checkpoints.safetensors_files import write_tensors
+from tests.checkpoints.trees import blank, numbers, params
+from tests.pretrained.models import CONFIGS, draw_tensors
+
+MESH = pzs.make_mesh({"data": 4, "model": 2})
+OWN = {
+    "up": pz.nx.wrap(jnp.arange(32.0).reshape(4, 8)).tag("embedding", "neurons"),
+    "count": jnp.arange(3),
+    "half": pz.nx.wrap(jnp.arange(8, dtype="bfloat16")).tag("neurons"),
+    "empty": jnp.zeros((0, 3)),
+    "one": jnp.float32(2.5),
+    "flag": jnp.array([True, False]),
+}
+
+
+def refused(error, function, *args, **options):
+    with pytest.raises(error) as caught:
+        function(*args, **options)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+def load_llama(folder, config=CONFIGS["llama"], **options):
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", draw_tensors("llama"))
+    return load_safetensors(folder, config=config, **options)
+
+
+# Models of one's own
+
+
+def test_own_paths_come_back_with_their_axes(tmp_path):
+    rules, free = {"neurons": "model", "embedding": "data"}, {"on_unnamed": "replicate"}
+    model = pzs.place(OWN, MESH, rules, **free)
+    path = save_safetensors(tmp_path / "saved", model)
+    assert path == str(tmp_path / "saved")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {name: x.tobytes() for name, x in stored.items()} == {
+        name: numbers(x).tobytes() for name, x in OWN.items()
+    }
+    assert verify_checkpoint(path).ok
+    turned = blank(OWN) | {"up": pz.nx.zeros({"neurons": 8, "embedding": 4})}
+    for loaded in (
+        load_safetensors(path, MESH, rules, into=turned, allow="transpose", **free),
+        pzs.restore_params(path, turned, MESH, rules, allow="transpose", **free),
+    ):
+        assert params(loaded) == params(OWN) | params(
+            {"up": OWN["up"].order_as("neurons", "embedding")}
+        )
+
+
+def test_numbers_that_change_are_noticed(tmp_path):
+    path = save_safetensors(tmp_path / "saved", OWN)
+    file = tmp_path / "saved" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    problems = refused(CheckpointDamagedError, load_safetensors, path, into=OWN)
+    assert len(problems) == 1
+    load_safetensors(path, into=OWN, verify=False)
+
+
+def test_names_are_given_by_pattern(tmp_path):
+    model = {f"block_{i}": {"w": jnp.full(3, i), "b": jnp.zeros(2)} for i in range(2)}
+    names = {"block_*/w": "layers.*.weight", "block_*/b": None}
+    path = save_safetensors(tmp_path / "saved", model, names=names)
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {name: x[0] for name, x in stored.items()} == {
+        "layers.0.weight": 0,
+        "layers.1.weight": 1,
+    }
+    wanted = {f"block_{i}": {"w": jnp.zeros(3, int)} for i in range(2)}
+    loaded = load_safetensors(path, into=wanted, names={"layers.*.weight": "block_*/w"})
+    np.testing.assert_array_equal(loaded["block_1"]["w"], model["block_1"]["w"])
+    for wrong in ({"block_?/w": "w"}, {"block_*/c": "*"}, {"block_1/w": "block_0/w"}):
+        refused(CheckpointMismatchError, save_safetensors, tmp_path / "no", model, names=wrong)
+    assert not (tmp_path / "no").exists()
+
+
+def test_files_are_as_large_as_asked_for(tmp_path):
+    model = {f"w{i}": jnp.full((16, size), i, "float32") for i, size in enumerate((4, 4, 9, 1, 2))}
+    path = save_safetensors(tmp_path / "saved", model, max_file_bytes=512)
+    folder = tmp_path / "saved"
+    homes = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    start, end = "model-0000", "-of-00003.safetensors"
+    assert homes == {
+        name: f"{start}{i}{end}" for name, i in zip(sorted(model), (1, 1, 2, 3, 3), strict=True)
+    }
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "numpy") as opened:
+            assert opened.metadata()["format"] == "pt"
+            assert {*opened.keys()} == {name for name in homes if homes[name] == file.name}
+    assert params(load_safetensors(path, into=blank(model))) == params(model)
+    (folder / f"{start}2{end}").unlink()
+    refused(CheckpointDamagedError, load_safetensors, path, into=model)
+
+
+def test_dtype_casts_numbers_with_a_fraction(tmp_path):
+    path = save_safetensors(tmp_path / "saved", OWN, dtype="bfloat16")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert stored["up"].tobytes() == numbers(OWN["up"]).astype("bfloat16").tobytes()
+    assert stored["count"].dtype == np.int32
+    loaded = load_safetensors(path, into=OWN, allow="cast")
+    np.testing.assert_array_equal(numbers(loaded["up"]), numbers(OWN["up"]))
+
+
+# The folder
+
+
+def test_only_weights_are_replaced_and_only_if_asked_for(tmp_path):
+    folder = tmp_path / "saved"
+    save_safetensors(folder, {"w": jnp.zeros(3)}, max_file_bytes=1)
+    problems = refused(CheckpointWriteError, save_safetensors, folder, OWN)
+    assert "overwrite=True" in problems[str(folder)].fix
+    save_safetensors(folder, OWN, overwrite=True)
+    assert params(load_safetensors(folder, into=blank(OWN))) == params(OWN)
+    (folder / "tokenizer.json").touch()
+    refused(CheckpointWriteError, save_safetensors, folder, OWN, overwrite=True)
+    checkpoint = pzs.save_params(tmp_path / "checkpoint", OWN)
+    refused(CheckpointWriteError, save_safetensors, checkpoint, OWN, overwrite=True)
+
+
+@pytest.mark.parametrize("stopped_by", [OSError(28, "no space"), KeyboardInterrupt()])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, stopped_by):
+    folder = tmp_path / "saved"
+    save_safetensors(folder, OWN)
+
+    def commit(self):
+        assert (self.new / "model.safetensors").exists()
+        raise stopped_by
+
+    monkeypatch.setattr(Replacement, "commit", commit)
+    expected = CheckpointWriteError if isinstance(stopped_by, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        save_safetensors(folder, {"w": jnp.zeros(3)}, overwrite=True)
+    monkeypatch.undo()
+    assert [*tmp_path.iterdir()] == [folder]
+    assert params(load_safetensors(folder, into=blank(OWN))) == params(OWN)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "path"),
+    [
+        (OWN, {"config": CONFIGS["llama"], "names": {"up": "w"}}, RuleTypeError, "names"),
+        (OWN, {"dtype": "int8"}, RuleTypeError, "dtype"),
+        (OWN, {"dtype": "bf16"}, RuleTypeError, "dtype"),
+        ({"key": jax.random.key(0)}, {}, RuleTypeError, "key"),
+        ({"w": jax.ShapeDtypeStruct((3,), "float32")}, {}, ShardingError, "w"),
+    ],
+)
+def test_save_refuses_what_it_cannot_write(tmp_path, model, options, error, path):
+    assert path in refused(error, save_safetensors, tmp_path / "saved", model, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+# Penzai's models
+
+
+def test_tokens_that_were_added_are_cut_off(tmp_path):
+    mesh, rules = pzs.make_mesh({"model": 8}), {"vocabulary": "model"}
+    model = load_llama(tmp_path / "source", mesh=mesh, rules=rules, vocabulary=48)
+    path = save_safetensors(tmp_path / "saved", model, config=CONFIGS["llama"])
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, tensor in draw_tensors("llama").items():
+        assert stored[name].tobytes() == tensor.tobytes(), name
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["vocab_size"] == 40
+    assert params(load_safetensors(path, mesh, rules, vocabulary=48)) == params(model)
+
+
+def test_embeddings_that_are_no_longer_tied_are_not_saved_as_tied(tmp_path):
+    tied = CONFIGS["llama"] | {"tie_word_embeddings": True}
+    # It has an output layer of its own.
+    model = load_llama(tmp_path / "source", tied)
+    saved = tmp_path / "saved"
+    problems = refused(CheckpointMismatchError, save_safetensors, saved, model, config=tied)
+    assert "tie_word_embeddings=False" in problems["lm_head.weight"].fix
+    untied = dict(tied, tie_word_embeddings=False)
+    path = save_safetensors(saved, model, config=untied)
+    assert params(load_safetensors(path)) == params(model)
+
+
+def test_a_model_of_another_configuration_is_refused_with_all_that_differs(tmp_path):
+    model = load_llama(tmp_path / "source")
+    config = CONFIGS["llama"] | {"intermediate_size": 50, "num_hidden_layers": 1}
+    saved = tmp_path / "saved"
+    problems = refused(CheckpointMismatchError, save_safetensors, saved, model, config=config)
+    blocks = {path for path in pzs.param_dict(model) if "block_1/" in path}
+    linear = {f"transformer/block_0/mlp/{x}_linear.weights" for x in ("gating", "value", "out")}
+    assert problems.keys() == blocks | linear
+    problems = refused(CheckpointMismatchError, save_safetensors, saved, OWN, config=config)
+    assert {"up", "transformer/lm_head.weights"} < problems.keys()
+    abstract = model_of_config(CONFIGS["llama"])
+    refused(ShardingError, save_safetensors, saved, abstract, config=CONFIGS["llama"])
+    assert not saved.exists()
+
+
+def test_trained_models_are_saved_in_another_dtype_and_in_several_files(tmp_path):
+    model = load_llama(tmp_path / "source", mesh=MESH, rules=pzs.tensor_parallel("model"))
+    path = save_safetensors(
+        tmp_path / "saved", model, config=CONFIGS["llama"], dtype="bfloat16", max_file_bytes=10_000
+    )
+    assert len([*(tmp_path / "saved").glob("*.safetensors")]) > 3
+    source = load_safetensors(tmp_path / "source", config=CONFIGS["llama"], dtype="bfloat16")
+    assert params(load_safetensors(path)) == params(source)
+    assert verify_checkpoint(path).ok
