@@ -12,7 +12,9 @@ __version__ = "0.2.0"
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
     "checkpoints.manager": "CheckpointManager",
+    "checkpoints.moving": "move",
     "checkpoints.parameters": "param_dict restore_params restore_structs save_params with_params",
+    "checkpoints.reports": "compare_checkpoints describe_checkpoint verify_checkpoint",
     "checkpoints.train_states": "restore_train_state save_train_state",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
@@ -42,6 +44,8 @@ _NAMES = {
     "planning.name_axes": "name_axes without_names",
     "planning.planner": "make_plan",
     "planning.sharding_trees": "name_to_name_sharding",
+    "pretrained.loading": "load_safetensors",
+    "pretrained.saving": "save_safetensors",
     "processes.job": "several_processes",
     "readers.reader": "register_reader",
     "reports.report": "Report",

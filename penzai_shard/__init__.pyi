@@ -1,9 +1,13 @@
 from penzai_shard.checkpoints.manager import CheckpointManager as CheckpointManager
+from penzai_shard.checkpoints.moving import move as move
 from penzai_shard.checkpoints.parameters import param_dict as param_dict
 from penzai_shard.checkpoints.parameters import restore_params as restore_params
 from penzai_shard.checkpoints.parameters import restore_structs as restore_structs
 from penzai_shard.checkpoints.parameters import save_params as save_params
 from penzai_shard.checkpoints.parameters import with_params as with_params
+from penzai_shard.checkpoints.reports import compare_checkpoints as compare_checkpoints
+from penzai_shard.checkpoints.reports import describe_checkpoint as describe_checkpoint
+from penzai_shard.checkpoints.reports import verify_checkpoint as verify_checkpoint
 from penzai_shard.checkpoints.train_states import restore_train_state as restore_train_state
 from penzai_shard.checkpoints.train_states import save_train_state as save_train_state
 from penzai_shard.errors import CheckpointDamagedError as CheckpointDamagedError
@@ -58,6 +62,8 @@ from penzai_shard.planning.name_axes import name_axes as name_axes
 from penzai_shard.planning.name_axes import without_names as without_names
 from penzai_shard.planning.planner import make_plan as make_plan
 from penzai_shard.planning.sharding_trees import name_to_name_sharding as name_to_name_sharding
+from penzai_shard.pretrained.loading import load_safetensors as load_safetensors
+from penzai_shard.pretrained.saving import save_safetensors as save_safetensors
 from penzai_shard.processes.job import several_processes as several_processes
 from penzai_shard.readers.reader import register_reader as register_reader
 from penzai_shard.reports.report import Report as Report
