@@ -12,25 +12,26 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from penzai_shard.arrays.kinds import device_dtype
 from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
 from penzai_shard.errors import CheckpointDamagedError, CheckpointMismatchError, Problem
 from penzai_shard.processes.agreement import sum_over_processes
 
+Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
+Read = Callable[..., np.ndarray]
+"""What ``Store.read`` is."""
 
 PIECE_BYTES = 2**20
-_MIB_IN_FLIGHT, _MOST_THREADS = 64, 8
-_UNRETURNED_BYTES = 32 * 2**20
+_BATCH_BYTES, _MOST_THREADS = 64 * 2**20, 8
 _WIDEST = 8  # Bytes of an element.
 # JAX uses the memory of NumPy arrays on a CPU if it begins at a multiple of 64 bytes, and such an
 # array cannot be donated. This is the offset from one.
@@ -40,7 +41,7 @@ _ALIGNMENT, _MISALIGNMENT = 64, 16
 class Store(Protocol):
     """What parts of stored arrays are read from, by any thread."""
 
-    def read(self, name: str, index: Index, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    def read(self, name: str, index: Index, shape: Shape | None = None) -> np.ndarray:
         """A part of a stored array.
 
         Args:
@@ -52,14 +53,14 @@ class Store(Protocol):
             CheckpointDamagedError: It cannot be read.
         """
 
-    def chunk(self, name: str) -> tuple[int, ...]:
+    def chunk(self, name: str) -> Shape:
         """The shape of each part that must be unpacked to read one of its numbers."""
 
 
 class OpenableStore(Store, Protocol):
     """Stored arrays, which are opened before parts of them are read."""
 
-    def open(self, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    def open(self, names: Iterable[str]) -> dict[str, tuple[Shape, str]]:
         """Opens arrays; the shape and dtype of each.
 
         Raises:
@@ -83,8 +84,8 @@ class Source:
     """
 
     stored: tuple[str, ...]
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
+    shape: Shape
+    order: Shape
     stack: int | None = None
     pick: tuple[int, int] | None = None
     plus: float = 0.0
@@ -97,7 +98,7 @@ class Source:
             return self.stack or 0
         return self.order.index(min(self.order))
 
-    def chunk(self, store: Store) -> tuple[int, ...]:
+    def chunk(self, store: Store) -> Shape:
         """The shape of each part of the array that is unpacked at once."""
         stored = store.chunk(self.stored[0])
         # Those that are split come from stores that unpack nothing; arrays may have no numbers.
@@ -106,27 +107,27 @@ class Source:
             chunk.insert(self.stack, 1)
         return tuple(chunk)
 
-    def read(self, store: Store, index: Index, dtype: Any = None) -> np.ndarray:
+    def read(self, read: Read, index: Index, dtype: Any = None) -> np.ndarray:
         """A part of the array.
 
         Args:
-            store: What it is read from.
+            read: What reads a part of a stored array, as ``Store.read`` does.
             index: The part.
             dtype: The dtype to which numbers are cast before ``plus`` is added; without it, and
                 where nothing is added, they keep the stored one.
         """
         if self.stack is None:
-            piece = self._read_one(store, self.stored[0], index)
+            piece = self._read_one(read, self.stored[0], index)
         else:
             names = self.stored[index[self.stack]]
             index = (*index[: self.stack], *index[self.stack + 1 :])
-            piece = np.stack([self._read_one(store, name, index) for name in names], self.stack)
+            piece = np.stack([self._read_one(read, name, index) for name in names], self.stack)
         if self.plus:
             piece = piece.astype(dtype or piece.dtype)
-            piece += np.asarray(self.plus, piece.dtype)
+            piece += piece.dtype.type(self.plus)
         return piece
 
-    def _read_one(self, store: Store, name: str, index: Index) -> np.ndarray:
+    def _read_one(self, read: Read, name: str, index: Index) -> np.ndarray:
         wanted = dict(zip(self.order, index, strict=True))
         if self.pick is not None:
             dimension, position = self.pick
@@ -136,45 +137,59 @@ class Source:
             start, stop = (min(end, self.shape[0]) for end in (part[0].start, part[0].stop))
             zeros = part[0].stop - part[0].start - (stop - start)
             part[0] = slice(start, stop)
-        piece = store.read(name, tuple(part), self.shape)
+        piece = read(name, tuple(part), self.shape)
         if self.pad:
             piece = np.pad(piece, [(0, zeros), *[(0, 0)] * (piece.ndim - 1)])
-        if self.pick is not None:
-            piece = piece.squeeze(dimension)
-        kept = sorted(self.order)
-        return piece.transpose([kept.index(i) for i in self.order])
+        # The dimension of which one position is picked is the last of those wanted.
+        piece = piece.transpose([*wanted])
+        return piece if self.pick is None else piece[..., 0]
 
 
 class ChecksumStore:
-    """A store that adds up what is read from it, to tell whether it is what was saved.
+    """Adds up what is read from a store, to tell whether it is what was saved.
 
     Args:
         store: The store.
         shapes: The shape of each array that is to be added up.
+        advance: Is called with the number of bytes of each part, by one thread at a time.
     """
 
-    def __init__(self, store: Store, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._store, self._shapes, self._lock = store, shapes, threading.Lock()
+    def __init__(
+        self, store: Store, shapes: Mapping[str, Shape], advance: Callable[[int], None]
+    ) -> None:
+        self._store, self._shapes, self._advance = store, shapes, advance
+        self._lock, self.chunk = threading.Lock(), store.chunk
         # Both sums, and the number of elements that are in them.
         self._rows = {name: [0, 0, 0] for name in shapes}
 
-    def read(self, name: str, index: Index, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """As ``Store.read``. A number has one place in row-major order, in whatever shape."""
+    def read(self, name: str, index: Index, shape: Shape | None = None) -> np.ndarray:
+        """As ``Store.read``; what another process adds up is not added up."""
         piece = self._store.read(name, index, shape)
+        with self._lock:
+            self._advance(piece.nbytes)
+        return piece
+
+    def add(self, name: str, index: Index, shape: Shape | None = None) -> np.ndarray:
+        """Reads and adds up. A number has one place in row-major order, in whatever shape."""
+        piece = self.read(name, index, shape)
         if name in self._shapes:
             whole = self._shapes[name] if shape is None else shape
             sums = sum_piece(piece, [part.start for part in index], whole)
             with self._lock:
-                row = self._rows[name]
-                row[:] = (row[0] + sums[0], row[1] + sums[1], row[2] + piece.size)
+                found = zip(self._rows[name], (*sums, piece.size), strict=True)
+                self._rows[name] = [before + more for before, more in found]
         return piece
 
-    def chunk(self, name: str) -> tuple[int, ...]:
-        """As ``Store.chunk``."""
-        return self._store.chunk(name)
+    def add_whole(self, name: str) -> str:
+        """The checksum of an array, of which this process reads everything."""
+        self._rows[name] = [0, 0, 0]
+        box = tuple((0, size) for size in self._shapes[name])
+        for index in _cut(box, _WIDEST, 0, self.chunk(name)):
+            self.add(name, index)
+        return write_checksum(self._rows[name][:2])
 
     def compute_checksums(self) -> dict[str, str]:
-        """The checksum of each array, of which each process has read parts.
+        """The checksum of each array, of which each process has added up parts.
 
         Raises:
             CheckpointDamagedError: An array cannot be read.
@@ -184,23 +199,19 @@ class ChecksumStore:
         checksums = {}
         for name, shape in self._shapes.items():
             first, second, count = (next(totals) for _ in range(3))
-            checksums[name] = write_checksum((first, second))
-            if count != math.prod(shape):
-                # Only parts of it were wanted, or parts overlapped: it is read for this only.
-                checksums[name] = read_checksum(self._store, name, shape)
+            # If only parts of it were wanted, or parts overlapped, it is read for this only.
+            is_whole = count == math.prod(shape)
+            checksums[name] = write_checksum((first, second)) if is_whole else self.add_whole(name)
         return checksums
 
 
-def read_checksum(store: Store, name: str, shape: tuple[int, ...]) -> str:
+def read_checksum(store: Store, name: str, shape: Shape) -> str:
     """The checksum of a stored array, of which this process reads everything.
 
     Raises:
         CheckpointDamagedError: It cannot be read.
     """
-    whole = ChecksumStore(store, {name: shape})
-    for index in _cut(tuple((0, size) for size in shape), _WIDEST, 0, store.chunk(name)):
-        whole.read(name, index)
-    return write_checksum(whole._rows[name][:2])
+    return ChecksumStore(store, {name: shape}, lambda size: None).add_whole(name)
 
 
 # Filling
@@ -224,15 +235,13 @@ class _Group:
 
 
 def fill_arrays(
-    wanted: Mapping[str, tuple[Source, jax.ShapeDtypeStruct]], store: Store, checksums: Store
+    wanted: Mapping[str, tuple[Source, jax.ShapeDtypeStruct]], store: ChecksumStore
 ) -> dict[str, jax.Array]:
     """Reads arrays straight into their shardings. Any of them can be donated.
 
     Args:
         wanted: What each array is read from, and its shape, dtype and sharding.
-        store: What is read from.
-        checksums: The same store for elements that no other process reads before this one: of all
-            processes together, it reads each element of an array once.
+        store: What is read from. All processes together add up each element of an array once.
 
     Raises:
         CheckpointDamagedError: Some arrays cannot be read; all of them are in it.
@@ -243,54 +252,29 @@ def fill_arrays(
         for name, (source, struct) in wanted.items()
         for group in _group_parts(name, struct, source.rows, source.chunk(store))
     ]
-    turn, budget = threading.Lock(), threading.Semaphore(_MIB_IN_FLIGHT)
-    has_64_bits = device_dtype(float) == "float64"  # Threads do not inherit it.
-    unreturned = 0
-
-    def place(group: _Group) -> list[jax.Array]:
-        nonlocal unreturned
-        source, struct = wanted[group.name]
-        kind, arrays = struct.sharding.memory_kind, []
-        size = sum(map(_count, group.devices)) * struct.dtype.itemsize
-        mib = min(_MIB_IN_FLIGHT, 1 + size // 2**20)
-        with turn:
-            unreturned += size
-            if unreturned > _UNRETURNED_BYTES:
-                unreturned = 0
-                _return_memory()
-            for _ in range(mib):
-                budget.acquire()
-        try:
-            chosen = checksums if group.is_first else store
-            parts = _read_parts(group, source, struct.dtype, chosen, readers)
-            # The memory of a part is free before the next one takes its place on a device.
-            while parts:
-                part, memory = parts.popitem()
-                with jax.enable_x64(has_64_bits):
-                    copies = [
-                        jax.device_put(memory, SingleDeviceSharding(d, memory_kind=kind))
-                        for d in group.devices[part]
-                    ]
-                arrays += jax.block_until_ready(copies)
-        finally:
-            budget.release(mib)
-        return arrays
-
     shards: dict[str, list[jax.Array]] = {name: [] for name in wanted}
     headline, problems = "", dict[str, Problem]()
-    workers = min(_MOST_THREADS, os.cpu_count() or 1)
-    # Pieces of one large array are read at once, and so are many small arrays.
-    with ThreadPoolExecutor(workers) as readers, ThreadPoolExecutor(workers) as pool:
-        pending = [pool.submit(place, group) for group in groups]
-        try:
-            for group, future in zip(groups, pending, strict=True):
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as readers:
+        while groups:
+            # Many small arrays are read at once, and so are the pieces of a large one.
+            batch, size = [], 0
+            while groups and size < _BATCH_BYTES:
+                group = groups.pop()
+                source, struct = wanted[group.name]
+                parts, pending = _begin_reading(group, source, struct.dtype, store, readers)
+                batch.append((group, parts, pending))
+                size += sum(memory.nbytes for memory in parts.values())
+            for group, parts, pending in batch:
                 try:
-                    shards[group.name] += future.result()
+                    for future in pending:
+                        future.result()
                 except CheckpointDamagedError as error:
                     headline = error.args[0]
                     problems |= {problem.path: problem for problem in error.problems}
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+                else:
+                    kind = wanted[group.name][1].sharding.memory_kind
+                    shards[group.name] += _put_parts(parts, group, kind)
+            _return_memory()
     if problems:
         raise CheckpointDamagedError(headline, problems.values())
     return {
@@ -339,26 +323,26 @@ def _count(part: Bounds) -> int:
     return math.prod(stop - start for start, stop in part)
 
 
-def _read_parts(
-    group: _Group, source: Source, dtype: Any, store: Store, readers: Executor
-) -> dict[Bounds, np.ndarray]:
-    """The parts of a group in host memory."""
+def _begin_reading(
+    group: _Group, source: Source, dtype: Any, store: ChecksumStore, readers: Executor
+) -> tuple[dict[Bounds, np.ndarray], list[Future[None]]]:
+    """The parts of a group in host memory, and the pieces of which they are being made."""
     parts = {
         part: _allocate([stop - start for start, stop in part], np.dtype(dtype))
         for part in group.devices
     }
 
     def read(index: Index) -> None:
-        piece = source.read(store, index, dtype)
+        piece = source.read(store.add if group.is_first else store.read, index, dtype)
         for part, memory in parts.items():
-            both = [
+            ends = [
                 (max(wanted.start, start), min(wanted.stop, stop))
                 for wanted, (start, stop) in zip(index, part, strict=True)
             ]
-            if any(start >= stop for start, stop in both):
+            if any(start >= stop for start, stop in ends):
                 continue  # The piece has nothing of this part.
-            here = [slice(a - i.start, b - i.start) for (a, b), i in zip(both, index, strict=True)]
-            there = [slice(a - p, b - p) for (a, b), (p, _) in zip(both, part, strict=True)]
+            here = [slice(a - i.start, b - i.start) for (a, b), i in zip(ends, index, strict=True)]
+            there = [slice(a - p, b - p) for (a, b), (p, _) in zip(ends, part, strict=True)]
             memory[tuple(there)] = cut = piece[tuple(here)]
             # NumPy would wrap integers, and cut off what is behind the point.
             if piece.dtype != dtype and dtype.kind in "iu" and (memory[tuple(there)] != cut).any():
@@ -368,8 +352,20 @@ def _read_parts(
 
     # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
     pieces = _cut(group.box, max(4, dtype.itemsize), source.rows, source.chunk(store))
-    list(readers.map(read, pieces))
-    return parts
+    return parts, [readers.submit(read, piece) for piece in pieces]
+
+
+def _put_parts(
+    parts: dict[Bounds, np.ndarray], group: _Group, memory_kind: str | None
+) -> list[jax.Array]:
+    """Puts parts on their devices; they are gone from host memory."""
+    arrays = []
+    # The memory of a part is free before the next one takes its place on a device.
+    while parts:
+        part, memory = parts.popitem()
+        places = [SingleDeviceSharding(d, memory_kind=memory_kind) for d in group.devices[part]]
+        arrays += jax.block_until_ready([jax.device_put(memory, place) for place in places])
+    return arrays
 
 
 def _cut(box: Bounds, itemsize: int, rows: int, chunk: Sequence[int]) -> Iterator[Index]:

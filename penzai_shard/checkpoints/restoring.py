@@ -3,29 +3,23 @@
 import dataclasses
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from penzai_shard.checkpoints.filling import ChecksumStore, Index, Source, Store, fill_arrays
-from penzai_shard.checkpoints.object_stores import is_url
-from penzai_shard.checkpoints.records import ArrayRecord, Manifest, absolute_path, read_manifest
-from penzai_shard.checkpoints.replacement import content_of
+from penzai_shard.checkpoints.filling import ChecksumStore, Source, fill_arrays
+from penzai_shard.checkpoints.records import ArrayRecord, Manifest, read_manifest
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
-from penzai_shard.errors import CheckpointDamagedError
 from penzai_shard.processes import agreement
-from penzai_shard.progress import Bar, progress
+from penzai_shard.progress import progress
 from penzai_shard.reports.quantities import bytes_text
 
 Sources = Mapping[str, Source]
 Structs = Mapping[str, jax.ShapeDtypeStruct]
 
-_MOST_ATTEMPTS = 3
 _LOGGER = logging.getLogger("penzai_shard")
 
 
@@ -40,15 +34,14 @@ def restore(
 ) -> dict[str, jax.Array]:
     """Restores arrays, on any devices; with several processes all call it.
 
-    Any of the arrays can be donated. If the checkpoint is replaced while it is read, reading begins
-    again, up to three times. What it cost this process is logged.
+    Any of the arrays can be donated. What it cost this process is logged.
 
     Args:
         called: The function that was called, for messages.
         path: The checkpoint.
         choose: Says for what a checkpoint holds what each array is to be read from, and which
             shape, dtype and sharding it gets. Where a struct has no sharding, the array goes to the
-            default device. It is called anew if reading begins again.
+            default device.
         verify: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
         free: A tree of arrays that are deleted once the checkpoint is found to fit.
@@ -56,38 +49,19 @@ def restore(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        CheckpointDamagedError: Something is not as it was saved; all that differs is in it.
+        CheckpointDamagedError: Something is not as it was saved, or was replaced while it was read;
+            all that differs is in it.
         CheckpointMismatchError: A number does not fit into the dtype that is wanted.
         ShardingError: Processes want other arrays, or see other checkpoints.
     """
-    attempt = 0
-    while True:
-        attempt += 1
-        before = agreement.on_first("looking for a checkpoint", lambda: _identify(path))
-        try:
-            with agreement.together("reading what a checkpoint holds"), plain_context(called):
-                manifest = read_manifest(path)
-                sources, structs = choose(manifest)
-            # Each process may have other arrays to itself.
-            spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
-            agreement.refuse_differences(called, spread)
-            with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
-                return _read_arrays(manifest, sources, structs, verify, free, shown)
-        except CheckpointDamagedError:
-            after = agreement.on_first("looking for a checkpoint again", lambda: _identify(path))
-            if after == before or attempt == _MOST_ATTEMPTS:
-                raise
-
-
-def _identify(path: str | os.PathLike[str]) -> list[int]:
-    """What changes if the directory at a path becomes another one; nothing of an object store."""
-    if is_url(path):
-        return []
-    try:
-        found = os.stat(content_of(absolute_path(path)))
-    except OSError:
-        return []
-    return [found.st_ino, found.st_ctime_ns]
+    with agreement.together("reading what a checkpoint holds"), plain_context(called):
+        manifest = read_manifest(path)
+        sources, structs = choose(manifest)
+    # Each process may have other arrays to itself.
+    spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
+    agreement.refuse_differences(called, spread)
+    with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
+        return _read_arrays(manifest, sources, structs, verify, free, shown)
 
 
 def _is_spread(struct: jax.ShapeDtypeStruct) -> bool:
@@ -113,17 +87,26 @@ def _read_arrays(
         for name, source in sources.items()
     }
     checked = [name for name in full if verify and records[name].values]
+    read, before = 0, _read_resident_bytes()
+    peak = before
     with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
-        store = _MeteredStore(manifest.store, bar)
-        checksums = ChecksumStore(store, {name: records[name].stored_shape for name in checked})
-        arrays = fill_arrays(pairs, store, checksums)
-        found = checksums.compute_checksums()
+
+        def advance(size: int) -> None:
+            nonlocal read, peak
+            read, peak = read + size, max(peak, _read_resident_bytes())
+            bar.advance(size)
+
+        shapes = {name: records[name].stored_shape for name in checked}
+        store = ChecksumStore(manifest.store, shapes, advance)
+        arrays = fill_arrays(pairs, store)
+        found = store.compute_checksums()
     changed = [name for name in checked if found[name] != records[name].values]
     refuse_damage(
         manifest.path, dict.fromkeys(changed, "its numbers are not those that were saved")
     )
-    size = bytes_text(sum(array.nbytes for array in arrays.values()))
-    _LOGGER.info("restored %s from %s: %s", size, manifest.path, store.report())
+    landed = bytes_text(sum(array.nbytes for array in arrays.values()))
+    cost = f"read {bytes_text(read)}, the host's memory grew by at most {bytes_text(peak - before)}"
+    _LOGGER.info("restored %s from %s: %s", landed, manifest.path, cost)
     for name, record in record_of.items():
         if record.key_impl is not None:
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
@@ -145,35 +128,8 @@ def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
     refuse_damage(manifest.path, damaged)
 
 
-class _MeteredStore:
-    """A store that counts what is read from it, and what the process holds meanwhile."""
-
-    def __init__(self, store: Store, bar: Bar) -> None:
-        self._store, self._lock, self._bar = store, threading.Lock(), bar
-        self._read, self._before = 0, _read_resident_bytes()
-        self._peak = self._before
-
-    def read(self, name: str, index: Index, shape: Any = None) -> np.ndarray:
-        """As ``Store.read``."""
-        piece = self._store.read(name, index, shape)
-        with self._lock:
-            self._read += piece.nbytes
-            self._bar.advance(piece.nbytes)
-            self._peak = max(self._peak, _read_resident_bytes())
-        return piece
-
-    def chunk(self, name: str) -> tuple[int, ...]:
-        """As ``Store.chunk``."""
-        return self._store.chunk(name)
-
-    def report(self) -> str:
-        """What was read, and by how much the process grew at most, where the system tells."""
-        peak = max(self._peak, _read_resident_bytes()) - self._before
-        grew = f", the host's memory grew by at most {bytes_text(peak)}" if self._before else ""
-        return f"read {bytes_text(self._read)}{grew}"
-
-
 def _read_resident_bytes() -> int:
+    """The memory that this process holds; 0 where the system, if not Linux, does not tell."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -55,19 +55,20 @@ def test_save_params_stopped_anywhere_leaves_the_old_or_the_new(tmp_path):
     assert {*found} == {"new", "old"}
 
 
-def test_restore_params_begins_again_if_the_checkpoint_is_replaced(tmp_path, monkeypatch):
-    path, counts, match = tmp_path / "may", [1], parameters.match
+def test_restore_params_refuses_a_checkpoint_that_is_replaced_meanwhile(tmp_path, monkeypatch):
+    path, match = tmp_path / "may", parameters.match
 
     def match_and_replace(*sides, **options):
-        counts.append(counts[-1] + 1)
-        if len(counts) < 4:
-            save(path, counts[-1])
+        save(path, 2)
         return match(*sides, **options)
 
     save(path, 1)
     monkeypatch.setattr(parameters, "match", match_and_replace)
-    assert restore(path) == 3
-    assert len(counts) == 4
+    with pytest.raises(pzs.CheckpointDamagedError) as caught:
+        restore(path)
+    assert {problem.path for problem in caught.value.problems} == {"value", "w"}
+    monkeypatch.undo()
+    assert restore(path) == 2
 
 
 def test_begin_save_refuses_a_second_saver_and_a_path_that_was_taken_meanwhile(tmp_path):
