@@ -201,6 +201,21 @@ def test_the_approximation_of_gelu_has_several_names(name, approximate):
     assert layer.fn.keywords == {"approximate": approximate}
 
 
+def test_attention_of_gemma_2_is_scaled_and_capped():
+    model = build_model(read_config(CONFIGS["gemma2"]), dtype="float32")
+    attention = pz.select(model).at_instances_of(pz.nn.Attention).get_sequence()[0]
+    scale = attention.input_to_query.sublayers[-1]
+    np.testing.assert_allclose(scale.by, 24**-0.5, rtol=1e-6)
+    caps = pz.select(model).at_instances_of(pz.nn.TanhSoftCap).get_sequence()
+    assert [float(cap.soft_cap) for cap in caps] == [50.0, 50.0, 30.0]
+
+
+def test_gpt_neox_rotates_a_part_of_each_head():
+    model = model_of_config(CONFIGS["gpt_neox"] | {"rotary_emb_base": 500})
+    ropes = pz.select(model).at_instances_of(pz.nn.ApplyRoPEToSubset).get_sequence()
+    assert [(rope.rope_subset_size, rope.max_wavelength) for rope in ropes] == [(4, 500.0)] * 4
+
+
 def test_every_norm_of_gpt_neox_has_the_epsilon_of_the_configuration():
     model = model_of_config(CONFIGS["gpt_neox"])
     norms = pz.select(model).at_instances_of(pz.nn.Standardize).get_sequence()

@@ -141,6 +141,30 @@ def test_read_config_names_all_that_is_wrong_at_once_also_within_a_part():
     assert sorted(paths) == ["attention_bias", "extra", "head_dim"]
 
 
+# What the classes of transformers have by default.
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("llama_tied", {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "sliding_window": None}),
+        ("mistral", {"rms_norm_eps": 1e-6, "sliding_window": 4096, "tie_word_embeddings": False}),
+        ("gemma", {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}),
+        ("gemma2", {"query_pre_attn_scalar": 256, "sliding_window": 4096}),
+        ("gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+        ("gemma3", {"query_pre_attn_scalar": 256, "sliding_window": 4096, "head_dim": 256}),
+        (
+            "gemma3",
+            {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None},
+        ),
+        ("gpt_neox", {"partial_rotary_factor": 0.25, "rope_theta": 1e4, "layer_norm_eps": 1e-5}),
+    ],
+)
+def test_absent_attributes_mean_what_transformers_has_by_default(name, defaults):
+    left_out = {*defaults, "rope_parameters", "rotary_pct"} - {"tie_word_embeddings"}
+    config = {key: value for key, value in CONFIGS[name].items() if key not in left_out}
+    read = read_config(config)
+    assert {key: read[key] for key in defaults} == defaults
+
+
 def test_llama_3_2_divides_positions_of_slow_rotations():
     layer = read_config("llama-3.2-1b").layers[0]
     assert (layer.theta, layer.factor, layer.bands) == (5e5, 32.0, (1.0, 4.0, 8192))
