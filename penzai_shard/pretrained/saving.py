@@ -36,18 +36,10 @@ from penzai_shard.errors import (
     RuleTypeError,
     ShardingError,
 )
+from penzai_shard.pretrained import tensor_tables as tables
 from penzai_shard.pretrained.families import build_model
 from penzai_shard.pretrained.loading import CONFIG, read_dtype
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
-from penzai_shard.pretrained.tensor_tables import (
-    STACK_AXIS,
-    VOCABULARY,
-    Part,
-    find_parts,
-    find_tied,
-    join_tensor,
-    read_tables,
-)
 from penzai_shard.progress import progress as draw_progress
 
 _CALLED = "save_safetensors"
@@ -140,7 +132,7 @@ def save_safetensors(
             def make(name: str) -> np.ndarray:
                 tensor = tensors[name]
                 bar.advance(tensor.nbytes)
-                return join_tensor(parts[name], tensor.shape, arrays).astype(tensor.dtype)
+                return tables.join_tensor(parts[name], tensor.shape, arrays).astype(tensor.dtype)
 
             _write_files(replacement.new, tensors, make, max_file_bytes or total)
             if checked is not None:
@@ -162,7 +154,7 @@ def _has_weights_only(folder: pathlib.Path) -> bool:
 
 def _name_tensors(
     records: Mapping[str, ArrayRecord], names: Mapping[str, str | None] | None
-) -> tuple[dict[str, list[Part]], dict[str, ArrayRecord]]:
+) -> tuple[dict[str, list[tables.Part]], dict[str, ArrayRecord]]:
     """Each parameter as a tensor of its own."""
     options = read_options(_CALLED, names=names)
     headline = "the parameters cannot be named so:"
@@ -171,19 +163,21 @@ def _name_tensors(
         path: Source((name,), records[path].shape, tuple(range(len(records[path].shape))))
         for path, name in named.items()
     }
-    return find_parts(sources), {name: records[path] for path, name in named.items()}
+    return tables.find_parts(sources), {name: records[path] for path, name in named.items()}
 
 
 def _find_tensors(
     config: ModelConfig, records: Mapping[str, ArrayRecord], arrays: Mapping[str, Any]
-) -> tuple[dict[str, list[Part]], dict[str, ArrayRecord]]:
+) -> tuple[dict[str, list[tables.Part]], dict[str, ArrayRecord]]:
     """The tensors that Hugging Face has of a model."""
     own = {path: _read_sizes(record) for path, record in records.items()}
     model = build_model(
         config,
         dtype="float32",
-        use_layer_stack=any(STACK_AXIS in sizes for sizes in own.values()),
-        vocabulary=max([config["vocab_size"], *(x.get(VOCABULARY, 0) for x in own.values())]),
+        use_layer_stack=any(tables.STACK_AXIS in sizes for sizes in own.values()),
+        vocabulary=max(
+            [config["vocab_size"], *(x.get(tables.VOCABULARY, 0) for x in own.values())]
+        ),
     )
     leaves = parameters_of(read_tree(_CALLED, model)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
@@ -195,10 +189,12 @@ def _find_tensors(
             problems.add(path, what, "Give config= the configuration of this model.")
     problems.raise_if_any(CheckpointMismatchError)
 
-    sources, shapes = read_tables(config, records)
-    parts = find_parts(sources)
-    for name, other in find_tied(config).items():
-        first, second = (_sum(join_tensor(parts[x], shapes[x], arrays)) for x in (name, other))
+    sources, shapes = tables.read_tables(config, records)
+    parts = tables.find_parts(sources)
+    for name, other in tables.find_tied(config).items():
+        first, second = (
+            _sum(tables.join_tensor(parts[x], shapes[x], arrays)) for x in (name, other)
+        )
         if first != second:
             what = f"{config.source} ties it to {other}, and their numbers differ"
             problems.add(name, what, "Write config= with tie_word_embeddings=False.", "tied")

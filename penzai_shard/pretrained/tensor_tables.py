@@ -6,11 +6,13 @@ are those of the model, so that what is stored is checked and never trusted.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.checkpoints.filling import Source
@@ -194,12 +196,10 @@ def join_tensor(parts: Sequence[Part], shape: Shape, arrays: Mapping[str, Any]) 
     """
     whole = None
     for part in parts:
-        source, found = part.source, arrays[part.path]
-        if source.stack is not None:
-            # Cut on the devices: the host never has a whole stack.
-            found = jax.lax.dynamic_index_in_dim(found, part.number, source.stack, keepdims=False)
         # The inverse of ``Source.read``: rows of zeros are cut off, and ones are subtracted.
-        array = np.asarray(found).transpose(np.argsort(source.order))
+        source = part.source
+        order = tuple(source.order.index(dim) for dim in sorted(source.order))
+        array = np.asarray(_copy_part(arrays[part.path], part.number, source.stack, order))
         array = array[: source.shape[0]] if source.pad else array
         array = array - np.asarray(source.plus, array.dtype) if source.plus else array
         if source.pick is None:
@@ -210,3 +210,12 @@ def join_tensor(parts: Sequence[Part], shape: Shape, arrays: Mapping[str, Any]) 
             np.moveaxis(whole, dimension, 0)[position] = array
     assert whole is not None
     return np.ascontiguousarray(whole).reshape(shape)
+
+
+@functools.partial(jax.jit, static_argnames=("stack", "order"))
+def _copy_part(array: Any, number: Any, stack: int | None, order: tuple[int, ...]) -> Any:
+    """An array in another order, of a stack one; made on devices, where it is faster."""
+    if stack is not None:
+        array = jax.lax.dynamic_index_in_dim(array, number, stack, keepdims=False)
+    # An array of JAX keeps what the host has read of it: the host would have the whole model.
+    return jnp.copy(array.transpose(order))

@@ -87,25 +87,17 @@ def test_loaded_arrays_can_be_donated_and_the_model_is_called(llama):
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "float16", "float64", "float32"])
 def test_load_casts_as_numpy_does(tmp_path, stored):
     tensors = {name: x.astype(stored) for name, x in draw_tensors("llama").items()}
+    # Of several dtypes, or of one that Penzai has no models of.
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("float16")
     write(tmp_path, "llama", tensors)
-    if stored != "float32":
-        problems = refused(CheckpointMismatchError, load_safetensors, tmp_path)
-        assert "dtype='bfloat16'" in problems[""].fix
+    problems = refused(CheckpointMismatchError, load_safetensors, tmp_path)
+    assert "dtype='bfloat16'" in problems[""].fix
     model = load_safetensors(tmp_path, dtype="bfloat16", upcast_activations=True)
     found = pzs.param_dict(model)["transformer/embedder.embeddings"]
     expected = tensors["model.embed_tokens.weight"].astype(jnp.bfloat16)
     assert numbers(found).tobytes() == expected.tobytes()
     assert {str(value.dtype) for value in pzs.param_dict(model).values()} == {"bfloat16"}
     assert model.metadata.activation_dtype == jnp.float32
-
-
-def test_load_refuses_several_dtypes_unless_one_is_asked_for(tmp_path):
-    tensors = draw_tensors("llama")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("bfloat16")
-    problems = refused(CheckpointMismatchError, load_safetensors, write(tmp_path, "llama", tensors))
-    assert "dtype='float32'" in problems[""].fix
-    model = load_safetensors(tmp_path, dtype="float32")
-    assert pzs.param_dict(model)["transformer/final_norm/scale.weights"].dtype == jnp.float32
 
 
 def test_load_names_everything_that_does_not_fit_at_once(tmp_path):
@@ -127,24 +119,6 @@ def test_load_names_everything_that_does_not_fit_at_once(tmp_path):
     assert "[32]" in problems["model.norm.weight"].what
     problems = refused(CheckpointMismatchError, load_safetensors, tmp_path, allow=("extra",))
     assert "model.layers.1.mlp.up_proj.weight_scale" not in problems
-
-
-def test_load_leaves_out_layers_that_the_configuration_lacks_if_allowed(llama):
-    config = CONFIGS["llama"] | {"num_hidden_layers": 1}
-    problems = refused(CheckpointMismatchError, load_safetensors, llama, config=config)
-    assert len(problems) == 9
-    assert {problem.fix for problem in problems.values()} == {"Write allow=('extra',)."}
-    model = load_safetensors(llama, config=config, allow=("extra",))
-    assert not any("block_1" in path for path in pzs.param_dict(model))
-
-
-def test_an_output_layer_that_is_stored_counts_though_embeddings_are_tied(tmp_path):
-    tensors = draw_tensors("llama")
-    model = load_safetensors(
-        write(tmp_path, "llama", tensors, CONFIGS["llama"] | {"tie_word_embeddings": True})
-    )
-    found = pzs.param_dict(model)["transformer/lm_head.weights"].unwrap("vocabulary", "embedding")
-    np.testing.assert_array_equal(found, tensors["lm_head.weight"])
 
 
 def test_vocabulary_adds_tokens_of_zeros(llama):
@@ -270,13 +244,3 @@ def test_into_keeps_what_is_not_stored_and_takes_models_of_equinox(tmp_path):
     np.testing.assert_array_equal(loaded.weight, WIDE)
     np.testing.assert_array_equal(loaded.bias, model.bias)
     assert refused(CheckpointMismatchError, load).keys() == {"bias"}
-
-
-def test_into_is_an_own_model_of_a_configuration(llama):
-    tables = {"model.layers.*.mlp.down_proj.weight": "transformer/block_*/mlp/out_linear.weights"}
-    model = model_of_config(CONFIGS["llama"], dtype="float32")
-    own = {path: value for path, value in pzs.param_dict(model).items() if "out_linear" in path}
-    loaded = load_safetensors(llama, into=own, names=tables, allow=("extra", "transpose"))
-    expected = pzs.param_dict(load_safetensors(llama))
-    for path, value in loaded.items():
-        np.testing.assert_array_equal(numbers(value), numbers(expected[path]))
