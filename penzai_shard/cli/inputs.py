@@ -42,16 +42,17 @@ def read_object(reference: str) -> Any:
 def read_model(text: str) -> Any:
     """The model of a reference, of a published name, or of the path of a ``config.json``.
 
-    What functions build, and what configurations say, has structs in place of arrays.
+    What functions build has structs in place of arrays; so have the parameters of configurations.
 
     Raises:
         SelectionError: There is no such object, or it needs arguments, or has no arrays.
         CheckpointNotFoundError: There is no such name or path.
     """
     if ":" not in text and not text.endswith(".py"):
+        from penzai_shard.checkpoints.parameters import param_dict
         from penzai_shard.pretrained.families import model_of_config
 
-        return model_of_config(text)
+        return param_dict(model_of_config(text))  # Without constants, which fill a plan.
     build = read_object(text)
     # A model can mostly be called too, and has arrays.
     tree = build if leaves_of(build) or not callable(build) else build_abstract(build)
