@@ -13,22 +13,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 
-from penzai_shard.arrays.inputs import bound_sharding, run_inputs
-from penzai_shard.arrays.kinds import is_deleted, is_key_type, is_struct
-from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
+from penzai_shard.arrays.kinds import is_key_type, itemsize
 from penzai_shard.arrays.structure import Leaf
+from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import Bounds, Source
 from penzai_shard.checkpoints.matching import match, read_options
-from penzai_shard.checkpoints.parameters import (
-    fill_tree,
-    is_train_state,
-    parameters_of,
-    read_layout,
-    read_tree,
-)
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointMismatchError, Problem, Problems, ShardingError
@@ -37,8 +29,8 @@ from penzai_shard.processes.arrays import put
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, Report
 
-_CALLED, _LOST = "move", "did not arrive"
-_Row = tuple[str, str, str, int]
+_CALLED = "move"
+_COLUMNS = Column("path", "path"), Column("from"), Column("what"), Column("sent", "bytes")
 
 
 def move(
@@ -93,88 +85,76 @@ def move(
     """
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
     options = read_options(_CALLED, only=only, except_=except_, others=others, **tolerance)
-    (given, _), (leaves, structure) = read_tree(_CALLED, tree), read_tree(_CALLED, into)
-    given, leaves = name_statistics(given), name_statistics(leaves)
-    is_state, headline = is_train_state(given), "these values do not fit into the tree:"
-    if is_state != is_train_state(leaves):
+    given, _ = parameters.read_tree(_CALLED, tree)
+    leaves, structure = parameters.read_tree(_CALLED, into)
+    is_state, headline = parameters.is_train_state(given), "these values do not fit into the tree:"
+    if is_state != parameters.is_train_state(leaves):
         fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
         problem = Problem("", "only one of the two is a train state", fix, "kind")
         raise CheckpointMismatchError(headline, [problem])
     stored, wanted = _choose(given, leaves, is_state), _choose(leaves, given, is_state)
     has, needs = ({leaf.path: make_record(leaf) for leaf in side} for side in (stored, wanted))
-    own = [x.path for x in wanted if not (is_struct(x.value) or is_deleted(x.value))]
+    own = parameters.paths_with_values(wanted)
     more: dict[str, Any] = {"own": own, "is_state": is_state, "holder": "the tree"}
     sources = match(has, needs, options, headline=headline, **more)
 
     found, _ = run_inputs({leaf.path: leaf.value for leaf in stored}, _CALLED)
     kept, _ = run_inputs({x.path: x.value for x in leaves if x.path not in sources}, _CALLED)
-    arrays, values = ({leaf.path: leaf.value for leaf in side} for side in (found, kept))
-    layout = read_layout(_CALLED, into, None)
-    rows: list[_Row] = [(leaf.path, "", "keep their values", 0) for leaf in kept]
+    arrays, values = {leaf.path: leaf for leaf in found}, {leaf.path: leaf.value for leaf in kept}
+    layout = parameters.read_layout(_CALLED, into, None)
+    rows: list[Any] = [(leaf.path, "", "keep their values", 0) for leaf in kept]
+    lost = Problems("these arrays are not what was sent:")
     with plain_context(_CALLED):
         for leaf in wanted:
             if source := sources.get(leaf.path):
                 target = layout[leaf.path] if bound_sharding(leaf.value) else None
-                values[leaf.path], row = _move_array(leaf, source, arrays, target)
-                rows.append(row)
-    _report(rows)
-    return fill_tree(leaves, structure, values)
+                parts = [arrays[path] for path in source.stored]
+                values[leaf.path], what, sent = _move_array(leaf, source, parts, target, lost)
+                rows.append((leaf.path, fold_paths(source.stored), what, sent))
+    said = ", ".join(f"{count:,} {what}" for what, count in Counter(x[2] for x in rows).items())
+    verdict = f"arrays: {said}; devices sent {bytes_text(sum(row[-1] for row in rows))}"
+    report = Report(_CALLED, verdict, _COLUMNS, rows, ok=not lost)
+    logging.getLogger("penzai_shard").info("%s", report)
+    lost.raise_if_any(ShardingError)
+    return parameters.fill_tree(leaves, structure, values)
 
 
 def _choose(leaves: Sequence[Leaf], others: Sequence[Leaf], is_state: bool) -> list[Leaf]:
     """The arrays of one side that are matched with those of the other."""
     if is_state:
         return [leaf for leaf in leaves if leaf.role != "constant"]
-    chosen = {leaf.path: leaf for leaf in parameters_of(leaves)}
+    chosen = {leaf.path for leaf in parameters.parameters_of(leaves)}
     paths = {leaf.path for leaf in others}
     return [x for x in leaves if x.path in chosen or (x.role == "state" and x.path in paths)]
-
-
-def _report(rows: Sequence[_Row]) -> None:
-    """Logs what moved, and refuses what did not arrive as it was."""
-    counts = Counter(what for _, _, what, _ in rows)
-    said = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    verdict = f"arrays: {said}; devices sent {bytes_text(sum(row[-1] for row in rows))}"
-    columns = Column("path", "path"), Column("from"), Column("what"), Column("sent", "bytes")
-    report = Report(_CALLED, verdict, columns, rows, ok=_LOST not in counts)
-    logging.getLogger("penzai_shard").info("%s", report)
-    problems = Problems("these arrays are not what was sent:")
-    for path, _, what, _ in rows:
-        if what == _LOST:
-            problems.add(path, "its checksum has changed", "Move it again, from a checkpoint.")
-    problems.raise_if_any(ShardingError)
 
 
 # One array
 
 
 def _move_array(
-    leaf: Leaf, source: Source, given: Mapping[str, Any], target: Sharding | None
-) -> tuple[Any, _Row]:
-    """The array of a leaf where the target says, and its row."""
+    leaf: Leaf, source: Source, parts: Sequence[Leaf], target: Sharding | None, lost: Problems
+) -> tuple[jax.Array, str, int]:
+    """The array of a leaf where the target says, what was done, and how many bytes were sent."""
     # JAX would use the memory of NumPy arrays, which others can write to.
-    arrays = [
-        x if isinstance(x, jax.Array) else jnp.array(x) for x in map(given.get, source.stored)
-    ]
+    arrays = [x.value if isinstance(x.value, jax.Array) else jnp.array(x.value) for x in parts]
     array = arrays[0]
     if len(arrays) > 1 or source.pick or [*source.order] != sorted(source.order):
+        find_mesh(parts, _CALLED)
         dim, position = source.pick or (None, 0)
         array = _arrange(arrays, position, source.order, source.stack, dim)
     # The fewer bytes are sent.
-    if is_key_type(leaf.dtype) or leaf.dtype.itemsize < array.dtype.itemsize:
+    if itemsize(leaf.dtype) < itemsize(array.dtype):
         array = _cast(leaf, array)
-    what, sent = "lie right" if array is given[source.stored[0]] else "arranged", 0
+    what, sent = "lie right" if array is parts[0].value else "arranged", 0
     if target and array.sharding.is_equivalent_to(target, array.ndim):
         array = jax.device_put(array, target)  # The same memory, under the mesh of the target.
     elif target:
-        impl = jax.random.key_impl(array) if is_key_type(array.dtype) else None
-        numbers = array if impl is None else jax.random.key_data(array)
-        moved, sent = _send(numbers, target)
-        is_same = compute_checksums({"": numbers}) == compute_checksums({"": moved})
-        what = "arrived" if is_same else _LOST
-        array = moved if impl is None else jax.random.wrap_key_data(moved, impl=impl)
-    array = _cast(leaf, array)
-    return array, (leaf.path, fold_paths(source.stored), what, sent)
+        before, (array, sent) = _sum(array), _send(array, target)
+        what = "arrived"
+        if _sum(array) != before:
+            fix = "Move it again, from a checkpoint."
+            lost.add(leaf.path, "its checksum has changed", fix)
+    return _cast(leaf, array), what, sent
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -201,6 +181,11 @@ def _cast(leaf: Leaf, array: jax.Array) -> jax.Array:
     return cast
 
 
+def _sum(array: jax.Array) -> dict[str, str]:
+    is_key = is_key_type(array.dtype)
+    return compute_checksums({"": jax.random.key_data(array) if is_key else array})
+
+
 # Between devices
 
 
@@ -208,28 +193,27 @@ def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
     """An array on other devices, in memory of its own, and the bytes that devices sent for it."""
     shardings = array.sharding, target
     is_here = all(sharding.is_fully_addressable for sharding in shardings)
-    if not (is_here and array.size and len({s.memory_kind for s in shardings}) == 1):
-        # JAX moves them between processes, and to the memory of the host.
+    is_plain = array.size and not is_key_type(array.dtype)
+    if not (is_here and is_plain and len({s.memory_kind for s in shardings}) == 1):
+        # JAX moves random keys, between processes, and to the memory of the host.
         return put([array], [target])[0], 0
 
-    held: dict[Bounds, dict[jax.Device, jax.Array]] = {}
-    for shard in array.addressable_shards:
-        held.setdefault(_bounds(shard.index, array.shape), {})[shard.device] = shard.data
-    parts, sent = [], 0
+    parts, sent, held = [], 0, [*array.addressable_shards]
     for number, (device, index) in enumerate(target.devices_indices_map(array.shape).items()):
         part = _bounds(index, array.shape)
-        pieces, starts = [], []
-        for box, copies in held.items():
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part, strict=True)]
-            if any(start >= stop for start, stop in both):
-                continue
-            # Of several devices that hold it, each sends to others.
-            sender = device if device in copies else [*copies][number % len(copies)]
-            piece = _cut(copies[sender], _starts(both, box), tuple(b - a for a, b in both))
-            sent += 0 if sender == device else piece.nbytes
-            pieces.append(jax.device_put(piece, device))
-            starts.append(_starts(both, part))
-        parts.append(_join(pieces, starts, tuple(stop - start for start, stop in part)))
+        pieces: dict[Bounds, jax.Array] = {}
+        # What a device holds comes first. Of several that hold the rest, each sends to others.
+        turn = number % len(held)
+        turned = sorted(held[turn:] + held[:turn], key=lambda shard: shard.device != device)
+        for shard in turned:
+            box = _bounds(shard.index, array.shape)
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part, strict=True))
+            if both not in pieces and all(start < stop for start, stop in both):
+                piece = shard.data[_slices(both, box)]
+                sent += piece.nbytes * (shard.device != device)
+                pieces[both] = jax.device_put(piece, device)
+        starts = [[a - b for (a, _), (b, _) in zip(x, part, strict=True)] for x in pieces]
+        parts.append(_join([*pieces.values()], starts, tuple(b - a for a, b in part)))
     return jax.make_array_from_single_device_arrays(array.shape, target, parts), sent
 
 
@@ -237,13 +221,8 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
-def _starts(inner: Sequence[tuple[int, int]], outer: Bounds) -> np.ndarray:
-    return np.array([a - b for (a, _), (b, _) in zip(inner, outer, strict=True)], np.int32)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _cut(part: jax.Array, starts: Any, shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(part, starts, shape)
+def _slices(inner: Bounds, outer: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=2)

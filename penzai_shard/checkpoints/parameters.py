@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
+from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.checkpoints.matching import OPTIMIZER, PARAMETERS, Options, match, read_options
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record
@@ -279,6 +280,8 @@ def restore_params(
 def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     """Takes a tree apart whose arrays are known by path, whatever edits put around its layers.
 
+    What an optimizer keeps has the logical axes of its parameters.
+
     Raises:
         RuleTypeError: It has no arrays, or something stands where one should be.
         ShardingError: Two arrays have one path.
@@ -295,13 +298,19 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
             fix = f"Write {called}(path, model)" if is_path else "Write {'name': array}"
             problems.add(leaf.path, what, f"{fix}.")
     problems.raise_if_any(RuleTypeError)
-    return [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves], structure
+    leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
+    return name_statistics(leaves), structure
 
 
 def parameters_of(leaves: Sequence[Leaf]) -> list[Leaf]:
     """The parameters among the arrays of a model: all arrays, if its library tells no roles."""
     has_roles = any(leaf.role for leaf in leaves)
     return [leaf for leaf in leaves if leaf.role == "parameter" or not has_roles]
+
+
+def paths_with_values(leaves: Sequence[Leaf]) -> list[str]:
+    """The paths of arrays that are neither structs nor donated."""
+    return [x.path for x in leaves if not (is_struct(x.value) or is_deleted(x.value))]
 
 
 def is_train_state(leaves: Sequence[Leaf]) -> bool:
@@ -402,7 +411,7 @@ def restore_tree(
     records = {leaf.path: make_record(leaf) for leaf in wanted}
     others = {leaf.path: leaf.value for leaf in leaves if leaf.path not in records}
     run_inputs(others, called)
-    own = [x.path for x in wanted if not (is_struct(x.value) or is_deleted(x.value))]
+    own = paths_with_values(wanted)
 
     def choose(manifest: Manifest) -> Any:
         headline = f"the checkpoint at {manifest.path} does not fit:"

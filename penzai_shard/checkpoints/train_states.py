@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penzai_shard.arrays.inputs import run_inputs
-from penzai_shard.arrays.statistics import name_statistics
-from penzai_shard.checkpoints.matching import read_options
+from penzai_shard.checkpoints.matching import OPTIMIZER, read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
 from penzai_shard.errors import Problem, Problems, RuleTypeError
@@ -17,8 +16,6 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.rules import OnIndivisible
-
-_OPTIMIZER = "opt_state/"
 
 
 def save_train_state(path: Any, train_state: Any, *, overwrite: bool = False) -> str:
@@ -56,7 +53,7 @@ def begin_save_train_state(
 ) -> Callable[[], str]:
     """Begins what ``save_train_state`` does, with options of ``begin_save``."""
     leaves, _ = read_tree(called, train_state)
-    saved = [leaf for leaf in name_statistics(leaves) if leaf.role != "constant"]
+    saved = [leaf for leaf in leaves if leaf.role != "constant"]
     return begin_save(called, path, saved, "train_state", **options)
 
 
@@ -131,13 +128,12 @@ def restore_train_state(
     called = "restore_train_state"
     options = read_options(called, allow=allow, rename_axes=rename_axes, names=names)
     leaves, structure = read_tree(called, train_state)
-    leaves = name_statistics(leaves)
     if shardings is None:
         relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
         layout = read_layout(called, train_state, mesh, rules, axis_name_to_mesh_name, **relaxed)
         if optimizer_rules is not None:
             others = read_layout(called, train_state, mesh, optimizer_rules, **relaxed)
-            layout |= {path: others[path] for path in others if path.startswith(_OPTIMIZER)}
+            layout |= {path: others[path] for path in others if path.startswith(OPTIMIZER)}
     else:
         layout = read_layout(called, shardings, None)
         if mesh is not None or layout.keys() != set(structure.paths):

@@ -19,15 +19,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints import moving
 from penzai_shard.checkpoints.moving import move
 from tests.checkpoints import trees
-from tests.checkpoints.trees import (
-    blank,
-    contents,
-    kinds_by_path,
-    numbers,
-    params,
-    paths_of,
-    structs_of,
-)
+from tests.checkpoints.trees import blank, contents, kinds_by_path, numbers, params, paths_of
 from tests.models import OPTIMIZERS, counted_mlp, linen, llama, model, penzai_mlp
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
@@ -129,6 +121,13 @@ def test_move_stays_with_the_values_where_nothing_else_is_said():
         assert all(isinstance(x, pz.Parameter) for x in pz.unbind_params(moved)[1])
 
 
+def test_move_refuses_blocks_that_lie_on_other_devices():
+    blocks = {f"block_{i}/w": jax.device_put(jnp.ones(2), jax.devices()[i]) for i in range(3)}
+    with pytest.raises(pzs.MeshError) as caught:
+        move(blocks, {"blocks/w": jnp.ones((3, 2))}, allow="blocks")
+    assert paths_of(caught) == {"block_1/w", "block_2/w"}
+
+
 def test_move_refuses_what_holds_no_values_and_meshes_without_devices():
     gone = {"w": jnp.ones(2), "v": jnp.ones(2)}
     gone["v"].delete()
@@ -169,14 +168,14 @@ def test_move_to_the_memory_of_the_host_and_back(tmp_path):
         NamedSharding(WIDE, P("data"), memory_kind=kind) for kind in (None, "pinned_host")
     )
     tree = {"w": jnp.ones((256, 256), device=device), "v": jnp.ones(8, device=device)}
-    there = move(tree, structs_of(tree, host))
+    there = move(tree, trees.structs_of(tree, host))
     trees.assert_lies_as(there, dict.fromkeys(tree, host))
-    back = move(there, structs_of(tree, device))
+    back = move(there, trees.structs_of(tree, device))
     trees.assert_lies_as(back, dict.fromkeys(tree, device))
     assert contents(back) == contents(tree)
     path = pzs.save_params(tmp_path / "host", there)
     for layout in (device, host):
-        restored = pzs.restore_params(path, structs_of(tree, layout))
+        restored = pzs.restore_params(path, trees.structs_of(tree, layout))
         trees.assert_lies_as(restored, dict.fromkeys(tree, layout))
         assert contents(restored) == contents(tree)
 
