@@ -5,7 +5,6 @@ written to a local disk, and its files are sent: the marker last, which says tha
 TensorStore sends and reads them: ``gs://bucket/path``, ``s3://bucket/path``, ``file:///path``.
 """
 
-import contextlib
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 
+from penzai_shard.checkpoints.storage import shorten
 from penzai_shard.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
@@ -23,8 +23,6 @@ from penzai_shard.errors import (
 )
 
 _MOST_THREADS = 8
-_MOST_CHARACTERS = 300
-_HEADLINE = "cannot save:"
 
 
 def is_url(path: Any) -> bool:
@@ -36,77 +34,47 @@ def is_url(path: Any) -> bool:
     return isinstance(path, str) and "://" in path
 
 
-def read_object(url: str, name: str) -> bytes | None:
-    """A file of a checkpoint in an object store; None if there is none.
+def read_object(url: str, name: str) -> bytes:
+    """A file of a checkpoint in an object store.
 
     Raises:
-        CheckpointNotFoundError: The object store cannot be reached, or refuses it.
+        CheckpointNotFoundError: There is none, or the object store cannot be reached.
     """
-    found = _call(url, lambda store: store.read(name).result(), CheckpointNotFoundError)
-    return bytes(found.value) if found.state == "value" else None
+    return bytes(_call(CheckpointNotFoundError, url, lambda store: store[name]))
 
 
-def begin_upload(
-    url: str, begin: Callable[[pathlib.Path], Callable[[], str]], *, overwrite: bool, last: str
-) -> Callable[[], str]:
-    """Begins to save a checkpoint at a url.
+def upload(url: str, save: Callable[[pathlib.Path], object], last: str) -> None:
+    """Saves a checkpoint at a url. If that fails, what was sent stays there without the last file.
 
     Args:
         url: A path at which nothing is yet.
-        begin: Begins to save it at a path of the file system, and returns how to finish.
-        overwrite: Must be false.
+        save: Saves it at a path of the file system.
         last: The file that is sent last.
-
-    Returns:
-        A function that waits until everything is at the url, and gives the url.
 
     Raises:
         CheckpointWriteError: Something is there, or nothing can be written there.
     """
-    if jax.process_count() > 1:
-        fix = "Save to a disk that they share, and copy the checkpoint."
-        problem = Problem(url, "several processes cannot save to an object store", fix)
-        raise CheckpointWriteError(_HEADLINE, [problem])
-    if overwrite or _call(url, lambda store: store.list().result()):
-        what = "something is there, or overwrite= is given: nothing is replaced in one step there"
-        raise CheckpointWriteError(_HEADLINE, [Problem(url, what, "Save to a new path.")])
-    folder = tempfile.TemporaryDirectory(prefix="penzai_shard_")
-    try:
-        wait = begin(pathlib.Path(folder.name) / "checkpoint")
-    except BaseException:
-        folder.cleanup()
-        raise
-
-    def finish() -> str:
-        with folder:
-            content = pathlib.Path(wait())
-            _call(url, lambda store: _send(store, content, last))
-        return url
-
-    return finish
+    if jax.process_count() > 1 or _call(CheckpointWriteError, url, lambda s: s.list().result()):
+        what = "an object store takes checkpoints of one process, and where nothing is yet"
+        fix = "Save to a new path, or several processes to a disk that they share."
+        raise CheckpointWriteError("cannot save:", [Problem(url, what, fix)])
+    with tempfile.TemporaryDirectory(prefix="penzai_shard_") as folder:
+        content = pathlib.Path(folder) / "checkpoint"
+        save(content)
+        _call(CheckpointWriteError, url, lambda store: _send(store, content, last))
 
 
 def _send(store: Any, content: pathlib.Path, last: str) -> None:
     def send(path: pathlib.Path) -> None:
         store.write(path.relative_to(content).as_posix(), path.read_bytes()).result()
 
-    try:
-        files = [path for path in content.rglob("*") if path.is_file() and path.name != last]
-        with ThreadPoolExecutor(_MOST_THREADS) as pool:
-            list(pool.map(send, files))
-        send(content / last)
-    except BaseException:
-        # The path is free again for another attempt.
-        with contextlib.suppress(Exception):
-            store.delete_range(require("tensorstore", "checkpoint").KvStore.KeyRange()).result()
-        raise
+    files = [path for path in content.rglob("*") if path.is_file() and path.name != last]
+    with ThreadPoolExecutor(_MOST_THREADS) as pool:
+        list(pool.map(send, files))
+    send(content / last)
 
 
-def _call(
-    url: str,
-    function: Callable[[Any], Any],
-    error: type[ShardingError] = CheckpointWriteError,
-) -> Any:
+def _call(error: type[ShardingError], url: str, function: Callable[[Any], Any]) -> Any:
     ts = require("tensorstore", "checkpoint")
     # Without a limit it tries for many minutes where there is no such bucket or no permission.
     retries = {"max_retries": 8, "max_delay": "8s"}
@@ -114,6 +82,6 @@ def _call(
     try:
         return function(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result())
     except Exception as reason:  # TensorStore raises whatever its drivers raise.
-        what = f"the object store refuses it: {reason!s:.{_MOST_CHARACTERS}}"
-        problem = Problem(url, what, "Correct the url, or give permission there.")
-        raise error("no checkpoint there:", [problem]) from reason
+        what = f"the object store says {shorten(reason)}"
+        fix = "Write the url that saving returned, or give permission there."
+        raise error("there is no checkpoint:", [Problem(url, what, fix)]) from reason

@@ -5,18 +5,15 @@ file. The marker says that the section must be there: without it a damaged secti
 checkpoint pass for one of Orbax only, which has no names and no checksums.
 """
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from penzai_shard.arrays.kinds import is_key_type
@@ -24,14 +21,15 @@ from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import object_stores, storage, tensor_files
 from penzai_shard.checkpoints.filling import OpenableStore
 from penzai_shard.checkpoints.replacement import content_of
-from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError, ShardingError
+from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError
 from penzai_shard.paths import nearest
 
 SECTION = MARKER = "penzai_shard"
 METADATA = "_CHECKPOINT_METADATA"
 VERSION = 1
-# What reading raises, or NumPy warns of, if files hold no JSON or another one.
-_NO_JSON = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, Warning
+# The implementation of random keys of a dtype, and the numbers of each.
+_KEYS = {"key<fry>": ("threefry2x32", 2), "key<rbg>": ("rbg", 4), "key<urbg>": ("unsafe_rbg", 4)}
+_ABSENT = "there is no checkpoint:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +54,8 @@ class ArrayRecord:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of what is stored: random keys have a last dimension of numbers."""
-        return self.shape if self.key_impl is None else (*self.shape, *_key_shape(self.key_impl))
+        numbers = dict(_KEYS.values())
+        return self.shape if self.key_impl is None else (*self.shape, numbers[self.key_impl])
 
     @property
     def stored_dtype(self) -> str:
@@ -69,16 +68,10 @@ class ArrayRecord:
         return math.prod(self.stored_shape) * jnp.dtype(self.stored_dtype).itemsize
 
     def __str__(self) -> str:
-        names = self.names or (None,) * len(self.shape)
+        names = (None,) * len(self.shape) if self.names is None else self.names
         pairs = zip(names, self.shape, strict=True)
         sizes = ", ".join(f"{size}" if name is None else f"{name}={size}" for name, size in pairs)
         return f"{self.dtype}[{sizes}]"
-
-
-@functools.cache
-def _key_shape(impl: str) -> tuple[int, ...]:
-    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-    return tuple(data.shape)
 
 
 def make_record(leaf: Leaf) -> ArrayRecord:
@@ -88,17 +81,8 @@ def make_record(leaf: Leaf) -> ArrayRecord:
     >>> str(make_record(leaves_of({"w": jnp.zeros((2, 3))})[0]))
     'float32[2, 3]'
     """
-    return ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, _key_impl(leaf.dtype))
-
-
-def _key_impl(dtype: Any) -> str | None:
-    if not is_key_type(dtype):
-        return None
-    # JAX tells it of arrays and tracers only.
-    found: list[Any] = []
-    key = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
-    return str(found[0])
+    impl, _ = _KEYS[str(leaf.dtype)] if is_key_type(leaf.dtype) else (None, 0)
+    return ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, impl)
 
 
 # On disk
@@ -173,17 +157,6 @@ def is_checkpoint(directory: pathlib.Path) -> bool:
     return any(os.path.isfile(directory / name) for name in names)
 
 
-@contextlib.contextmanager
-def _refuse_junk(path: object, file: str) -> Iterator[None]:
-    """Refuses a checkpoint, by a file, if what is in it cannot be what was saved."""
-    try:
-        yield
-    except _NO_JSON as error:
-        if isinstance(error, ShardingError):
-            raise
-        storage.refuse_damage(path, {file: f"it cannot be read: {error!r:.100}"})
-
-
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """What the checkpoint at a path holds.
 
@@ -198,16 +171,13 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if not is_checkpoint(directory):
         if tensor_files.is_tensors(directory):
             return _read_tensors(final, directory)
-        problem = tensor_files.explain_absence(os.fspath(path)) or _explain_absence(final)
-        raise CheckpointNotFoundError("there is no checkpoint:", [problem])
+        raise CheckpointNotFoundError(_ABSENT, [_explain_absence(path, final)])
     # Opening a pipe in place of a file would never end.
-    others = [
-        file.relative_to(directory)
-        for file in directory.rglob("*")
-        if not file.is_dir() and not (file.is_file() and os.access(file, os.R_OK))
-    ]
-    storage.refuse_damage(final, dict.fromkeys(map(str, others), "it is no readable file"))
-    with _refuse_junk(final, f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"):
+    files = [file for file in directory.rglob("*") if not file.is_dir()]
+    others = [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]
+    texts = [str(file.relative_to(directory)) for file in others]
+    storage.refuse_damage(final, dict.fromkeys(texts, "it is no readable file"))
+    with storage.refuse_junk(final, f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"):
         # Old releases of Orbax wrote no file.
         file = directory / METADATA
         content = json.loads(file.read_bytes()) if file.exists() else {}
@@ -216,7 +186,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             return _read_own(final, directory / storage.STATE, metadata)
         store = storage.find_plain_store(final, directory)
     if store is None:
-        raise CheckpointNotFoundError("there is no checkpoint:", [_explain_absence(final)])
+        raise CheckpointNotFoundError(_ABSENT, [_explain_absence(path, final)])
 
     # Orbax wrote no dtypes, but the arrays have them.
     found = store.open(store.prefixes)
@@ -224,21 +194,22 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return Manifest(str(final), None, records, metadata, store)
 
 
+def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Problem:
+    # Either of the last two pieces of the path may be misspelt, or it may be inside.
+    inside = sorted(map(str, filter(_can_be_read, final.glob("*"))))
+    beside = (*final.parent.glob("*"), *final.parent.parent.glob(f"*/{final.name}"))
+    paths = {"/".join(found.parts[-2:]): str(found) for found in filter(_can_be_read, beside)}
+    near = nearest("/".join(final.parts[-2:]), paths)
+    fix = "Write the path that saving returned, or that of safetensors files, which " + (
+        f"model.save_pretrained or huggingface_hub.snapshot_download({os.fspath(path)!r}) makes."
+    )
+    if near or inside:
+        fix = f"Write {paths[near] if near else inside[-1]!r}."
+    return Problem(str(final), "it is no checkpoint", fix)
+
+
 def _can_be_read(path: pathlib.Path) -> bool:
     return is_checkpoint(path) or tensor_files.is_tensors(path)
-
-
-def _explain_absence(final: pathlib.Path) -> Problem:
-    # Either of the last two pieces of the path may be misspelt, or it may be inside.
-    beside = {path.name: path for path in final.parent.glob("*")}
-    elsewhere = {path.name: path / final.name for path in final.parent.parent.glob("*")}
-    found = []
-    for name, paths in ((final.name, beside), (final.parent.name, elsewhere)):
-        near = nearest(name, [other for other, path in paths.items() if _can_be_read(path)])
-        found += [paths[near]] if near else []
-    found += sorted(filter(_can_be_read, final.glob("*")), reverse=True)
-    fix = f"Write '{found[0]}'." if found else "Write the path that saving returned."
-    return Problem(str(final), "it is no checkpoint", fix)
 
 
 def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
@@ -246,13 +217,12 @@ def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
     found = store.open(store.names)
     records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
     if any(MARKER in {*texts, *texts.values()} for texts in store.texts.values()):
-        said: dict[str, dict[str, ArrayRecord]] = {}
-        for file, texts in store.texts.items():
-            with _refuse_junk(final, file):
-                said[file] = _read_section(final, file, json.loads(texts.get(SECTION, "")), {})
-        first, records = next(iter(said.items()))
-        others = [file for file in said if said[file] != records]
+        sections = {file: texts.get(SECTION, "") for file, texts in store.texts.items()}
+        first, section = next(iter(sections.items()))
+        others = [file for file in sections if sections[file] != section]
         storage.refuse_damage(final, dict.fromkeys(others, f"it is of another save than {first}"))
+        with storage.refuse_junk(final, first):
+            records = _read_section(final, first, json.loads(section), {})
         what = "either no file has it, or the files do not say that it was saved"
         storage.refuse_damage(final, dict.fromkeys(records.keys() ^ found.keys(), what))
     return Manifest(str(final), "tensors", records, {}, store)
@@ -260,29 +230,22 @@ def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
 
 def _read_remote(url: str) -> Manifest:
     """The same in an object store, of what this library saved there."""
+    object_stores.read_object(url, MARKER)
     content = object_stores.read_object(url, METADATA)
-    if content is None or object_stores.read_object(url, MARKER) is None:
-        fix = "Write the url that saving returned; copy what others have saved to a disk."
-        problem = Problem(url, "it is no whole checkpoint of this library", fix)
-        raise CheckpointNotFoundError("there is no checkpoint:", [problem])
-    with _refuse_junk(url, METADATA):
+    with storage.refuse_junk(url, METADATA):
         metadata = json.loads(content)["custom_metadata"]
         return _read_own(url, f"{url.rstrip('/')}/{storage.STATE}", metadata)
 
 
-def _read_own(
-    final: pathlib.Path | str, directory: pathlib.Path | str, metadata: dict[str, Any]
-) -> Manifest:
+def _read_own(final: object, directory: pathlib.Path | str, metadata: dict[str, Any]) -> Manifest:
     section = metadata.pop(SECTION)
-    kind = section["kind"]
     records = _read_section(final, METADATA, section, metadata)
-    prefixes = {name: name for name in records}
-    store = storage.OrbaxStore(final, directory, prefixes)
-    return Manifest(str(final), kind, records, metadata, store)
+    store = storage.OrbaxStore(final, directory, {name: name for name in records})
+    return Manifest(str(final), section["kind"], records, metadata, store)
 
 
 def _read_section(
-    final: pathlib.Path | str, file: str, section: dict[str, Any], metadata: Mapping[str, Any]
+    final: object, file: str, section: dict[str, Any], metadata: Mapping[str, Any]
 ) -> dict[str, ArrayRecord]:
     version = section["version"]
     if version != VERSION:
@@ -302,13 +265,10 @@ def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:
     """
     axes = entry["axes"]
     names: Any = None if axes is None else tuple(tuple(n) if type(n) is list else n for n in axes)
-    record = ArrayRecord(
-        tuple(entry["shape"]), entry["dtype"], names, entry["key_impl"], entry["values"]
-    )
-    _ = hash(record), record.nbytes  # What has no hash raises, and what names no dtype.
-    is_valid = all(type(size) is int and size >= 0 for size in record.shape)
-    if not (is_valid and isinstance(record.values, str)) or (
-        names is not None and len(names) != len(record.shape)
-    ):
+    shape, values = tuple(entry["shape"]), entry["values"]
+    record = ArrayRecord(shape, entry["dtype"], names, entry["key_impl"], values)
+    # These raise where it has no hash, no dtype, or other names than dimensions.
+    _ = hash(record), record.nbytes, str(record)
+    if not all(type(size) is int and size >= 0 for size in shape) or not isinstance(values, str):
         raise ValueError(f"{entry} describes no array")
     return record

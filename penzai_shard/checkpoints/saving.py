@@ -7,7 +7,6 @@ same calls: each writes what its devices hold, and the first one puts the result
 import contextlib
 import dataclasses
 import errno
-import functools
 import os
 import pathlib
 import threading
@@ -21,7 +20,7 @@ import numpy as np
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_key_type
 from penzai_shard.arrays.structure import Leaf
-from penzai_shard.checkpoints.object_stores import begin_upload, is_url
+from penzai_shard.checkpoints.object_stores import is_url, upload
 from penzai_shard.checkpoints.records import (
     MARKER,
     absolute_path,
@@ -30,13 +29,12 @@ from penzai_shard.checkpoints.records import (
     write_metadata,
 )
 from penzai_shard.checkpoints.replacement import Replacement
-from penzai_shard.checkpoints.storage import begin_writing
+from penzai_shard.checkpoints.storage import begin_writing, shorten
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointWriteError, Problem, ShardingError
 from penzai_shard.processes.agreement import on_first, refuse_differences, together
 
 _SECONDS_TO_STOP = 5.0
-_MOST_CHARACTERS = 300
 _NO_ROOM_OR_PERMISSION = errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS
 
 
@@ -72,9 +70,13 @@ def begin_save(
         CheckpointWriteError: The path is taken, or nothing can be written there.
     """
     if is_url(path):
-        options: dict[str, Any] = {"metadata": metadata, "copy": copy}
-        begin = functools.partial(begin_save, called, leaves=leaves, kind=kind, **options)
-        return begin_upload(str(path), begin, overwrite=overwrite, last=MARKER)
+        # Not in the background.
+        upload(
+            str(path),
+            lambda local: begin_save(called, local, leaves, kind, metadata=metadata)(),
+            MARKER,
+        )
+        return lambda: str(path)
     final = absolute_path(path)
     on_first("looking for what is at a path", lambda: refuse_existing(final, overwrite))
     with together("checking what is to be saved"):
@@ -173,10 +175,7 @@ def undo_on_failure(
         replacement.close()
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
-        text, half = str(error).partition("\n")[0].rstrip("."), _MOST_CHARACTERS // 2
-        # Orbax says where first, and what the system says last.
-        what = text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
         fix = "Make room or give permission there, or save to another path."
         fix = fix if getattr(error, "errno", None) in _NO_ROOM_OR_PERMISSION else ""
-        problem = Problem(str(replacement.final), what, fix)
+        problem = Problem(str(replacement.final), shorten(error), fix)
         raise CheckpointWriteError("cannot save:", [problem]) from error

@@ -5,17 +5,18 @@ it needs all processes, reads whole trees, and names no array where a file is da
 writes are arrays of zarr, each below a prefix in a key-value store, and TensorStore opens those.
 """
 
+import contextlib
 import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from penzai_shard.errors import CheckpointDamagedError, Problems, require
+from penzai_shard.errors import CheckpointDamagedError, Problems, ShardingError, require
 
 PLAIN_METADATA = "_METADATA"
 STATE = "state"
@@ -25,7 +26,10 @@ _WRITE_BYTES = 128 * 2**20
 # A chunk is what must be unpacked to read one of its numbers.
 _CHUNK_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
 _CACHE_BYTES = 4 * 2**20
-_MOST_CHARACTERS = 300
+# What reading raises, or NumPy warns of, where a file is missing or holds something else.
+UNREADABLE = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, Warning
+_HALF_CHARACTERS = 150
+_OWN_FORM = dict.fromkeys(["use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value"], True)
 
 
 def begin_writing(
@@ -83,8 +87,29 @@ def refuse_damage(path: object, found: Mapping[str, str]) -> None:
     """
     problems = Problems(f"the checkpoint at {path} is damaged:")
     for name, what in found.items():
-        problems.add(name, what, "Restore another copy of the checkpoint.")
+        problems.add(
+            name, what, "Restore another copy of it, or once more if it was replaced meanwhile."
+        )
     problems.raise_if_any(CheckpointDamagedError)
+
+
+@contextlib.contextmanager
+def refuse_junk(path: object, file: str) -> Iterator[None]:
+    """Refuses a checkpoint, by a file, if what is in it cannot be what was saved."""
+    try:
+        yield
+    except ShardingError:
+        raise
+    except UNREADABLE as error:
+        refuse_damage(path, {file: f"it cannot be read: {error!r:.100}"})
+
+
+def shorten(error: BaseException) -> str:
+    """What TensorStore or Orbax says, in one line without source lines of theirs."""
+    text = re.split(r" \[[a-z]|\n", str(error))[0].rstrip(".")
+    # They say where first, and what the system says last.
+    start, end = text[:_HALF_CHARACTERS], text[-_HALF_CHARACTERS:]
+    return text if len(text) <= 2 * _HALF_CHARACTERS else f"{start} ... {end}"
 
 
 class OrbaxStore:
@@ -94,30 +119,24 @@ class OrbaxStore:
         path: The checkpoint, for messages.
         directory: Where the arrays lie, also a url.
         prefixes: The prefix of each array's keys, by its name.
-        driver: TensorStore's name of the format of arrays.
-        is_ocdbt: Whether the keys are in few large files, and not files themselves.
-        is_complete: Whether zeros are stored too; if not, numbers that are missing are zeros.
+        form: What Orbax says of the form in which they are stored, as this library has it done.
     """
 
     def __init__(
-        self,
-        path: pathlib.Path | str,
-        directory: pathlib.Path | str,
-        prefixes: Mapping[str, str],
-        *,
-        driver: str = "zarr3",
-        is_ocdbt: bool = True,
-        is_complete: bool = True,
+        self, path: object, directory: Any, prefixes: Mapping[str, str], form: Any = _OWN_FORM
     ) -> None:
         self._ts = require("tensorstore", "checkpoint")
-        self.prefixes, self._path, self._directory = prefixes, path, directory
+        self.prefixes, self._path = prefixes, path
         # A shared context would refuse what has replaced a checkpoint at its path.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         is_url = isinstance(directory, str)
         files: Any = f"{directory}/" if is_url else {"driver": "file", "path": f"{directory}/"}
-        store = {"driver": "ocdbt", "base": files} if is_ocdbt else files
+        # Many keys are in few large files, or each is a file.
+        store = {"driver": "ocdbt", "base": files} if form["use_ocdbt"] else files
         self._store = self._ts.KvStore.Spec(store)
-        missing = {"fill_missing_data_reads": not is_complete}
+        driver = "zarr3" if form.get("use_zarr3") else "zarr"
+        # If zeros are not stored, numbers that are missing are zeros.
+        missing = {"fill_missing_data_reads": not form.get("store_array_data_equal_to_fill_value")}
         self._spec = {"driver": driver, "recheck_cached_data": "open", **missing}
         self._opened: dict[str, Any] = {}
 
@@ -137,7 +156,7 @@ class OrbaxStore:
             try:
                 self._opened[name] = opened.result()
             except Exception as error:  # TensorStore raises whatever its drivers raise.
-                damaged[name] = f"it cannot be read: {self._reason(error)}"
+                damaged[name] = f"it cannot be read: {shorten(error)}"
         refuse_damage(self._path, damaged)
         arrays = {name: self._opened[name] for name in pending}
         return {name: (tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
@@ -148,31 +167,19 @@ class OrbaxStore:
         shape = array.chunk_layout.read_chunk.shape if array else None
         return tuple(shape or ())  # TensorStore says None of a scalar.
 
-    def read(
-        self, name: str, index: tuple[slice, ...], shape: tuple[int, ...] | None = None
-    ) -> np.ndarray:
-        """A part of an opened array; see ``Store.read``. In another shape it is read whole.
+    def read(self, name: str, index: tuple[slice, ...], shape: Any = None) -> np.ndarray:
+        """A part of an opened array; see ``Store.read``. It is looked at as it is stored.
 
         Raises:
             CheckpointDamagedError: It cannot be read.
         """
         array = self._opened[name]
-        is_as_stored = shape is None or shape == array.shape
         # Around TensorStore only: a mistake of ours must not pass for damage.
         try:
-            numbers = np.asarray((array[index] if is_as_stored else array).read().result())
-            return numbers if is_as_stored else numbers.reshape(shape)[index]
+            return np.asarray(array[index].read().result())
         except Exception as error:
-            reason = self._reason(error)
-        refuse_damage(self._path, {name: f"its numbers cannot be read: {reason}"})
-        raise AssertionError("damage is refused")
-
-    def _reason(self, error: Exception) -> str:
-        """What TensorStore says first, without its own source lines, in one line."""
-        text = re.split(r" \[[a-z]|\n", str(error))[0]
-        return text.replace(str(self._directory), pathlib.PurePath(self._directory).name)[
-            :_MOST_CHARACTERS
-        ]
+            refuse_damage(self._path, {name: f"its numbers cannot be read: {shorten(error)}"})
+            raise
 
 
 def find_plain_store(path: pathlib.Path, directory: pathlib.Path) -> OrbaxStore | None:
@@ -196,11 +203,4 @@ def find_plain_store(path: pathlib.Path, directory: pathlib.Path) -> OrbaxStore 
         if not value["skip_deserialize"] and value["value_type"] != "string":
             keys = [key["key"] for key in entry["key_metadata"]]
             prefixes["/".join(keys)] = ".".join(keys)
-    return OrbaxStore(
-        path,
-        directory,
-        prefixes,
-        driver="zarr3" if content.get("use_zarr3") else "zarr",
-        is_ocdbt=content["use_ocdbt"],
-        is_complete=content.get("store_array_data_equal_to_fill_value", False),
-    )
+    return OrbaxStore(path, directory, prefixes, content)

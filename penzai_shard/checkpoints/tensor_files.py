@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import ml_dtypes  # noqa: F401 (With it NumPy knows bfloat16 and float8 by name.)
 import numpy as np
 
-from penzai_shard.checkpoints.storage import refuse_damage
-from penzai_shard.errors import Problem, require
+from penzai_shard.checkpoints.storage import UNREADABLE, refuse_damage, refuse_junk
+from penzai_shard.errors import require
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
@@ -28,8 +28,6 @@ DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-# What reading raises where a file is missing, or holds something else.
-_NO_FILE = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 # Pages of files that were looked at count as memory of the process until they are let go.
 _MAPPED_BYTES = 8 * 2**20
 
@@ -71,20 +69,18 @@ class TensorStore:
         index = content / INDEX if content.is_dir() else content
         weight_map: dict[str, str] = {}
         if index.name.endswith(INDEX_SUFFIX) and os.path.lexists(index):
-            try:
+            with refuse_junk(path, index.name):
                 # Opening a pipe would never end.
                 text = index.read_bytes() if index.is_file() else b""
                 weight_map = dict(json.loads(text)["weight_map"])
                 files = sorted({index.parent / name for name in weight_map.values()})
-            except _NO_FILE as error:
-                refuse_damage(path, {index.name: f"it cannot be read: {error!r:.100}"})
 
         damaged: dict[str, str] = {}
         homes: dict[str, str] = {}
         for file in files:
             try:
                 tensors = self._open_file(file)
-            except (self._safetensors.SafetensorError, *_NO_FILE) as error:
+            except (self._safetensors.SafetensorError, *UNREADABLE) as error:
                 damaged[file.name] = f"it is no whole safetensors file: {error!s:.100}"
                 continue
             for name in tensors.keys() & homes.keys():
@@ -139,15 +135,3 @@ class TensorStore:
             for mapped in self._mapped:
                 mapped.madvise(mmap.MADV_DONTNEED)
         return tensor[index]
-
-
-def explain_absence(path: str) -> Problem | None:
-    """What a path is that looks like weights in another form, and what to do."""
-    given = pathlib.Path(path)
-    names = [file.name for file in (given, *given.glob("*")) if file.exists()]
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        fix = "Write model.save_pretrained(path) once, where torch is: it saves safetensors."
-        return Problem(path, "it has weights of torch", fix)
-    fix = f"If it is a name on a hub, write huggingface_hub.snapshot_download({path!r})."
-    is_hub_name = path.count("/") == 1 and not given.parent.exists()
-    return Problem(path, "there is no such path", fix) if is_hub_name else None
