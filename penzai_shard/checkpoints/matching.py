@@ -29,6 +29,7 @@ from penzai_shard.paths import fold_key, fold_paths, matches, nearest, pattern_p
 PARAMETERS, OPTIMIZER = "params/", "opt_state/"
 """What the paths of a train state's parameters begin with, and of what its optimizer keeps."""
 
+_MOST_SUGGESTIONS = 100
 # Kinds of problems that ``allow`` lets through.
 _WORDS = ("transpose", "cast", "extra", "blocks")
 _WILDCARDS = re.compile(r"\*+|\?")
@@ -190,7 +191,7 @@ def name_arrays(
     """
     matching = _Matching(records, {}, options, False, holder)
     matching.raise_problems(headline)
-    return matching._names
+    return matching.names
 
 
 def _count_blocks(record: ArrayRecord) -> int:
@@ -198,39 +199,35 @@ def _count_blocks(record: ArrayRecord) -> int:
     return sizes.get(_STACK_AXIS, 0)
 
 
+@dataclasses.dataclass
 class _Matching:
     """Two sides, and the problems between them that ``allow`` does not let through."""
 
-    def __init__(
-        self,
-        stored: Mapping[str, ArrayRecord],
-        wanted: Mapping[str, ArrayRecord],
-        options: Options,
-        is_state: bool,
-        holder: str,
-    ) -> None:
-        self._options, self._holder = options, holder
-        self._start = PARAMETERS if is_state else ""
+    stored: Mapping[str, ArrayRecord]
+    wanted: Mapping[str, ArrayRecord]
+    options: Options
+    is_state: bool
+    holder: str
+
+    def __post_init__(self) -> None:
         self.problems: list[Problem] = []
-        self._wanted = wanted
-        self._wanted_axes = {None, *(name for r in wanted.values() for name in r.names or ())}
-        self._stored = self._rename_axes(self._name_axes(stored))
-        self._names = self._name_state() if is_state else self._name(stored)
+        self.stored = self._rename_axes(self._name_axes(self.stored))
+        self.start = PARAMETERS if self.is_state else ""
+        self.names = self._name_state() if self.is_state else self._name(self.stored)
         # Dots and slashes part the pieces of a path, so that a flat dictionary fills a nested one.
-        self._path_of = {pattern_parts(name): path for path, name in self._names.items()}
+        self.path_of = {pattern_parts(name): path for path, name in self.names.items()}
         # The numbers of the blocks that fill nothing; one number for a whole array.
-        self._left = {
-            path: {*range(_count_blocks(self._stored[path]) or 1)} for path in self._names
-        }
+        self.left = {path: {*range(_count_blocks(self.stored[path]) or 1)} for path in self.names}
+        self.wanted_axes = {None, *(name for r in self.wanted.values() for name in r.names or ())}
 
     def add(self, path: str, what: str, kind: str, fix: str = "") -> None:
-        if kind not in self._options.allow:
+        if kind not in self.options.allow:
             self.problems.append(Problem(path, what, fix, kind))
 
     def raise_problems(self, headline: str) -> None:
         words = [problem.kind for problem in self.problems if problem.kind in _WORDS]
         # One fix for all that can be allowed: written once, it is enough.
-        fix = f"Write allow={tuple(dict.fromkeys([*self._options.allow, *words]))}."
+        fix = f"Write allow={tuple(dict.fromkeys([*self.options.allow, *words]))}."
         problems = [dataclasses.replace(p, fix=p.fix or fix) for p in self.problems]
         if problems:
             raise CheckpointMismatchError(headline, problems)
@@ -239,7 +236,7 @@ class _Matching:
 
     def _name_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
         named: dict[str, ArrayRecord] = {}
-        for pattern, names in (self._options.axes or {}).items():
+        for pattern, names in (self.options.axes or {}).items():
             fitting = [path for path in stored if matches(pattern, path)]
             if not fitting:
                 what = f"axes: no stored path fits {pattern!r}"
@@ -253,7 +250,7 @@ class _Matching:
         return {**stored, **named}
 
     def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
-        new: dict[Any, str] = dict(self._options.rename_axes)
+        new: dict[Any, str] = dict(self.options.rename_axes)
         axes = {name: "" for record in stored.values() for name in record.names or () if name}
         for old in new:
             if old not in axes:
@@ -266,7 +263,7 @@ class _Matching:
 
     def _name(self, paths: Collection[str]) -> dict[str, str]:
         """The path that each stored array has in the model, without those that stay."""
-        rules = self._options.names
+        rules = self.options.names
         named: dict[str, str | None] = {}
         for pattern, new in rules.items():
             fitting = [path for path in paths if path not in named and matches(pattern, path)]
@@ -286,23 +283,22 @@ class _Matching:
 
         names = {path: name for path in paths if (name := named.get(path, path)) is not None}
         origins: dict[tuple[str, ...], str] = {}
-        for path, name in names.items():
-            other = origins.setdefault(pattern_parts(name), path)
+        # What a rule names is wanted more than what is called so.
+        for path in sorted(names, key=lambda path: path not in named):
+            other = origins.setdefault(pattern_parts(names[path]), path)
             if other != path:
                 what = f"{other!r} and {path!r} both get this path"
-                # What a rule names is wanted more than what is called so.
-                left = other if path in named and other not in named else path
-                fixed = {left: None, **{old: new for old, new in rules.items() if old != left}}
-                self.add(name, what, "names", f"Write names={fixed}.")
+                fixed = {path: None, **{old: new for old, new in rules.items() if old != path}}
+                self.add(names[path], what, "names", f"Write names={fixed}.")
         return names
 
     def _name_state(self) -> dict[str, str]:
         """The same for a train state, whose rules are of parameters."""
         start = len(PARAMETERS)
-        names = self._name([path[start:] for path in self._stored if path.startswith(PARAMETERS)])
+        names = self._name([path[start:] for path in self.stored if path.startswith(PARAMETERS)])
         found: dict[str, str] = {}
         # Without names each statistic is told the path of its parameter.
-        leaves = [Leaf(path, None, r.shape, None, None) for path, r in self._stored.items()]
+        leaves = [Leaf(path, None, r.shape, None, None) for path, r in self.stored.items()]
         for leaf in name_statistics(leaves):
             parameter = leaf.statistic.parameter if leaf.statistic else leaf.path
             own = parameter.removeprefix(PARAMETERS)
@@ -322,8 +318,8 @@ class _Matching:
         The source has the order of what is stored, and blocks in front.
         """
         if path := self._path(name):
-            self._left[path].clear()
-            return self._stored[path], Source((path,), self._stored[path].shape, ())
+            self.left[path].clear()
+            return self.stored[path], Source((path,), self.stored[path].shape, ())
         for piece in _STACK.finditer(name):
             blocks = (
                 self._path(f"{name[: piece.start()]}block_{number}{name[piece.end() :]}")
@@ -331,24 +327,24 @@ class _Matching:
             )
             if paths := tuple(itertools.takewhile(bool, blocks)):
                 for path in paths:
-                    self._left[path].clear()
-                first = self._stored[paths[0]]
+                    self.left[path].clear()
+                first = self.stored[paths[0]]
                 names = first.names and (_STACK_AXIS, *first.names)
                 stack = dataclasses.replace(first, shape=(len(paths), *first.shape), names=names)
                 return stack, Source(paths, first.shape, (), stack=0)
         for piece in _BLOCK.finditer(name):
             path = self._path(f"{name[: piece.start()]}blocks{name[piece.end() :]}")
             number = int(piece[1])
-            if path and number < _count_blocks(self._stored[path]):
-                self._left[path].discard(number)
+            if path and number < _count_blocks(self.stored[path]):
+                self.left[path].discard(number)
                 return self._pick(path, number)
         return None
 
     def _path(self, name: str) -> str:
-        return self._path_of.get(pattern_parts(name), "")
+        return self.path_of.get(pattern_parts(name), "")
 
     def _pick(self, path: str, number: int) -> tuple[ArrayRecord, Source]:
-        stack = self._stored[path]
+        stack = self.stored[path]
         names, shape = [*(stack.names or ())], [*stack.shape]
         dim = names.index(_STACK_AXIS)
         del names[dim], shape[dim]
@@ -359,10 +355,10 @@ class _Matching:
         self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
     ) -> Source:
         """The source in the wanted order; adds what differs between the two sides."""
-        both = f"{self._holder} has {stored}, and {wanted} is wanted"
+        both = f"{self.holder} has {stored}, and {wanted} is wanted"
         if source.stack is not None or source.pick is not None:
             self.add(path, f"its blocks are stored as {fold_paths(source.stored)!r}", "blocks")
-        if len({str(self._stored[name]) for name in source.stored}) > 1:
+        if len({str(self.stored[name]) for name in source.stored}) > 1:
             fix = "Give blocks with equal axes and dtypes."
             self.add(path, "its blocks are stored in several forms", "sizes", fix)
         if stored.key_impl != wanted.key_impl:
@@ -371,7 +367,7 @@ class _Matching:
         elif stored.dtype != wanted.dtype:
             self.add(path, f"the dtypes differ: {both}", "cast")
 
-        if self._options.axes is not None and stored.names is None:
+        if self.options.axes is not None and stored.names is None:
             stored = self._find_order(path, stored, source, wanted)
         # The stored dimension of each wanted one; as they come where no names are stored.
         rank = len(stored.shape)
@@ -383,8 +379,8 @@ class _Matching:
             pairs = {old: new for old, new in pairs.items() if old != new}
             fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
             # An axis that others want under the old name cannot be renamed.
-            if stored.shape == wanted.shape and not self._wanted_axes & pairs.keys():
-                fix = f"Write rename_axes={ {**self._options.rename_axes, **pairs} }."
+            if stored.shape == wanted.shape and not self.wanted_axes & pairs.keys():
+                fix = f"Write rename_axes={ {**self.options.rename_axes, **pairs} }."
             self.add(path, f"the logical axes differ: {both}", "axes", fix)
         else:
             free = [*order]
@@ -410,50 +406,52 @@ class _Matching:
         self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
     ) -> ArrayRecord:
         """A record without names with the wanted ones; adds that several orders fit."""
-        sizes = [*zip(wanted.names or (), wanted.shape, strict=False)]
-        orders: dict[Any, tuple[str | None, ...]] = {}
-        for order in itertools.permutations(sizes):
-            names = tuple(name for name, _ in order)
-            is_front = source.stack is None or names[:1] == (_STACK_AXIS,)
-            if is_front and tuple(size for _, size in order) == stored.shape:
-                # Where a dimension of one element stands changes nothing.
-                orders.setdefault(tuple(pair for pair in order if pair[1] != 1), names)
-        if len(orders) > 1:
-            # Blocks are stored one by one.
-            fitting = [names[source.stack is not None :] for names in orders.values()]
+        # Blocks are stored one by one.
+        front = (_STACK_AXIS,) if source.stack is not None else ()
+        free = [x for x in zip(wanted.names or (), wanted.shape, strict=False) if x[0] not in front]
+        sizes = stored.shape[len(front) :]
+        if sorted(sizes) != sorted(size for _, size in free):
+            return stored
+        # Where a dimension of one element stands changes nothing.
+        lengths = [size for _, size in {*free} if size != 1]
+        names = tuple(free.pop([n for _, n in free].index(size))[0] for size in sizes)
+        if len(lengths) != len({*lengths}):
             what = f"{stored} is stored, of which nothing tells the order of {wanted}"
-            fix = f"Write axes={ {fold_key(source.stored[0]): fitting[0]} }, or another order."
+            fix = f"Write axes={ {fold_key(source.stored[0]): names} }, or another order."
             self.add(path, what, "axes", fix)
-        return dataclasses.replace(stored, names=next(iter(orders.values()), None))
+        return dataclasses.replace(stored, names=(*front, *names))
 
     # What is left
 
     def report_rest(self, missing: Sequence[str]) -> None:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
-        start = self._start
+        start = self.start
         # Blocks have one rule, with a wildcard for the number.
         left = {
             fold_key(name.removeprefix(start)): fold_key(path.removeprefix(start))
-            for path, name in self._names.items()
-            if self._left[path] and path.startswith(start)
+            for path, name in self.names.items()
+            if self.left[path] and path.startswith(start)
         }
+        # Where thousands differ, comparing all with all takes minutes, and nobody reads so much.
+        if len({*map(fold_key, missing)}) > _MOST_SUGGESTIONS:
+            left = {}
         find_nearest = functools.cache(lambda key: nearest(key, left) or "")
         for path in missing:
-            what = f"{self._holder} has no such array, and {self._wanted[path]} is wanted"
+            what = f"{self.holder} has no such array, and {self.wanted[path]} is wanted"
             fix = "Build what was saved, or keep own values: others='keep'."
             new = fold_key(path.removeprefix(start))
             old = left.get(find_nearest(new), "") if path.startswith(start) else ""
             if old and old.count("*") == new.count("*"):
                 fix = f"Write names={ {old: new, **self._rules_without(old)} }."
             self.add(path, what, "missing", fix)
-        for path, name in self._names.items():
-            if self._left[path] and self._options.asks_for(name):
-                what = f"{self._holder} has {self._stored[path]}, and the model no such array"
+        for path, name in self.names.items():
+            if self.left[path] and self.options.asks_for(name):
+                what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 self.add(name, f"{what}, or fewer blocks", "extra")
 
     def _rules_without(self, key: str) -> dict[str, str | None]:
         """The rules for paths, without those that only the paths of one key fit."""
-        paths = [path.removeprefix(self._start) for path in self._stored]
+        paths = [path.removeprefix(self.start) for path in self.stored]
         rest = [path for path in paths if fold_key(path) != key]
-        names = self._options.names
+        names = self.options.names
         return {old: new for old, new in names.items() if any(matches(old, x) for x in rest)}

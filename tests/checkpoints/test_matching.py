@@ -12,7 +12,7 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.checkpoints.matching import match, read_options
 from penzai_shard.checkpoints.records import ArrayRecord
-from tests.checkpoints.trees import kinds_by_path, numbers
+from tests.checkpoints.trees import kinds_by_path, numbers, paths_of
 
 
 def named(*axes, sizes=(4, 6, 2), dtype="float32", first=0):
@@ -107,6 +107,7 @@ def paths_filled(stored, wanted, names):
 
 LAYERS = [f"model.layers.{i}.mlp.w" for i in range(3)]
 UPS = [f"net/block_{i}/mlp/up.w" for i in range(3)]
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
 RULE = {"model.layers.*.mlp.w": "net/block_*/mlp/up.w"}
 
 
@@ -126,6 +127,15 @@ RULE = {"model.layers.*.mlp.w": "net/block_*/mlp/up.w"}
 def test_match_names(stored, wanted, names, expected):
     expected = dict(zip(wanted, stored, strict=True)) if expected is None else expected
     assert paths_filled(stored, wanted, names) == expected
+
+
+def test_match_says_what_differs_where_thousands_do():
+    """Comparing all names with all others would take minutes."""
+    stored, wanted = ([f"{a}{i:04x}/w".translate(LETTERS) for i in range(4000)] for a in "uv")
+    with pytest.raises(pzs.CheckpointMismatchError) as caught:
+        paths_filled(stored, wanted, {})
+    assert paths_of(caught) == {*wanted}
+    assert all(problem.fix for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(
