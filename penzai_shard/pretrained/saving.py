@@ -19,12 +19,7 @@ from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.matching import name_arrays, read_options
 from penzai_shard.checkpoints.parameters import parameters_of, read_tree
-from penzai_shard.checkpoints.records import (
-    ArrayRecord,
-    absolute_path,
-    make_record,
-    write_texts,
-)
+from penzai_shard.checkpoints.records import ArrayRecord, absolute_path, make_record, write_texts
 from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.checkpoints.saving import refuse_existing, undo_on_failure
 from penzai_shard.checkpoints.tensor_files import DTYPES, INDEX, SUFFIX, is_tensors
@@ -44,6 +39,7 @@ from penzai_shard.progress import progress as draw_progress
 
 _CALLED = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_FRACTIONS = {dtype for dtype in _CODES if jnp.issubdtype(dtype, jnp.floating)}
 _NO_CHECKSUM = "0" * 16  # As long as one.
 _ALIGNMENT = 8
 
@@ -107,10 +103,8 @@ def save_safetensors(
         raise ShardingError(f"{_CALLED}:", [problem])
     refuse_existing(final, overwrite, _has_weights_only)
     leaves = parameters_of(read_tree(_CALLED, model)[0])
-    arrays = {
-        leaf.path: leaf.value
-        for leaf in run_inputs({leaf.path: leaf.value for leaf in leaves}, _CALLED)[0]
-    }
+    found, _ = run_inputs({leaf.path: leaf.value for leaf in leaves}, _CALLED)
+    arrays = {leaf.path: leaf.value for leaf in found}
     records = {leaf.path: make_record(leaf) for leaf in leaves}
 
     replacement, threads = Replacement(final), frozenset(threading.enumerate())
@@ -171,13 +165,12 @@ def _find_tensors(
 ) -> tuple[dict[str, list[tables.Part]], dict[str, ArrayRecord]]:
     """The tensors that Hugging Face has of a model."""
     own = {path: _read_sizes(record) for path, record in records.items()}
+    tokens = [sizes.get(tables.VOCABULARY, 0) for sizes in own.values()]
     model = build_model(
         config,
         dtype="float32",
         use_layer_stack=any(tables.STACK_AXIS in sizes for sizes in own.values()),
-        vocabulary=max(
-            [config["vocab_size"], *(x.get(tables.VOCABULARY, 0) for x in own.values())]
-        ),
+        vocabulary=max([config["vocab_size"], *tokens]),
     )
     leaves = parameters_of(read_tree(_CALLED, model)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
@@ -217,11 +210,7 @@ def _cast(tensors: Mapping[str, ArrayRecord], dtype: Any) -> dict[str, ArrayReco
     problems = Problems(f"{_CALLED} cannot write these arrays:")
     found = dict(tensors)
     for name, record in tensors.items():
-        if (
-            dtype is not None
-            and record.dtype in _CODES
-            and jnp.issubdtype(record.dtype, jnp.floating)
-        ):
+        if dtype is not None and record.dtype in _FRACTIONS:
             found[name] = dataclasses.replace(record, dtype=dtype.name)
         if found[name].dtype not in _CODES:
             what = f"safetensors files hold no {found[name].dtype}"
