@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
 from penzai_shard.errors import CheckpointDamagedError, CheckpointMismatchError, Problem
@@ -223,12 +222,16 @@ class _Group:
 
     Attributes:
         name: The array.
+        source: What it is read from.
+        struct: Its shape, dtype and sharding.
         devices: Where each part goes.
         box: The smallest part of the array that has all parts.
         is_first: Whether no process before this one reads the same elements.
     """
 
     name: str
+    source: Source
+    struct: jax.ShapeDtypeStruct
     devices: Mapping[Bounds, Sequence[jax.Device]]
     box: Bounds
     is_first: bool
@@ -250,7 +253,7 @@ def fill_arrays(
     groups = [
         group
         for name, (source, struct) in wanted.items()
-        for group in _group_parts(name, struct, source.rows, source.chunk(store))
+        for group in _group_parts(name, source, struct, source.chunk(store))
     ]
     shards: dict[str, list[jax.Array]] = {name: [] for name in wanted}
     headline, problems = "", dict[str, Problem]()
@@ -260,8 +263,7 @@ def fill_arrays(
             batch, size = [], 0
             while groups and size < _BATCH_BYTES:
                 group = groups.pop()
-                source, struct = wanted[group.name]
-                parts, pending = _begin_reading(group, source, struct.dtype, store, readers)
+                parts, pending = _begin_reading(group, store, readers)
                 batch.append((group, parts, pending))
                 size += sum(memory.nbytes for memory in parts.values())
             for group, parts, pending in batch:
@@ -272,8 +274,7 @@ def fill_arrays(
                     headline = error.args[0]
                     problems |= {problem.path: problem for problem in error.problems}
                 else:
-                    kind = wanted[group.name][1].sharding.memory_kind
-                    shards[group.name] += _put_parts(parts, group, kind)
+                    shards[group.name] += _put_parts(group, parts)
             _return_memory()
     if problems:
         raise CheckpointDamagedError(headline, problems.values())
@@ -292,7 +293,7 @@ def _return_memory() -> None:
 
 
 def _group_parts(
-    name: str, struct: jax.ShapeDtypeStruct, rows: int, chunk: Sequence[int]
+    name: str, source: Source, struct: jax.ShapeDtypeStruct, chunk: Sequence[int]
 ) -> list[_Group]:
     """The parts of an array that this process reads, those of the same rows of chunks together.
 
@@ -304,7 +305,8 @@ def _group_parts(
         part = tuple(
             piece.indices(size)[:2] for piece, size in zip(index, struct.shape, strict=True)
         )
-        ends = [(a // chunk[rows], -(-b // chunk[rows])) for a, b in part[rows : rows + 1]]
+        rows = slice(source.rows, source.rows + 1)  # An array without dimensions has none.
+        ends = [(a // n, -(-b // n)) for (a, b), n in zip(part[rows], chunk[rows], strict=True)]
         key = device.process_index, tuple(ends)
         found.setdefault(key, {}).setdefault(part, []).append(device)
 
@@ -315,22 +317,16 @@ def _group_parts(
         box = tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in bounds)
         is_first = first.setdefault(box, process) == process
         if process == jax.process_index():
-            groups.append(_Group(name, devices, box, is_first))
+            groups.append(_Group(name, source, struct, devices, box, is_first))
     return groups
 
 
-def _count(part: Bounds) -> int:
-    return math.prod(stop - start for start, stop in part)
-
-
 def _begin_reading(
-    group: _Group, source: Source, dtype: Any, store: ChecksumStore, readers: Executor
+    group: _Group, store: ChecksumStore, readers: Executor
 ) -> tuple[dict[Bounds, np.ndarray], list[Future[None]]]:
     """The parts of a group in host memory, and the pieces of which they are being made."""
-    parts = {
-        part: _allocate([stop - start for start, stop in part], np.dtype(dtype))
-        for part in group.devices
-    }
+    source, dtype = group.source, group.struct.dtype
+    parts = {part: _allocate(part, dtype) for part in group.devices}
 
     def read(index: Index) -> None:
         piece = source.read(store.add if group.is_first else store.read, index, dtype)
@@ -355,15 +351,15 @@ def _begin_reading(
     return parts, [readers.submit(read, piece) for piece in pieces]
 
 
-def _put_parts(
-    parts: dict[Bounds, np.ndarray], group: _Group, memory_kind: str | None
-) -> list[jax.Array]:
+def _put_parts(group: _Group, parts: dict[Bounds, np.ndarray]) -> list[jax.Array]:
     """Puts parts on their devices; they are gone from host memory."""
-    arrays = []
+    arrays, kind = [], group.struct.sharding.memory_kind
     # The memory of a part is free before the next one takes its place on a device.
     while parts:
         part, memory = parts.popitem()
-        places = [SingleDeviceSharding(d, memory_kind=memory_kind) for d in group.devices[part]]
+        places = [
+            jax.sharding.SingleDeviceSharding(d, memory_kind=kind) for d in group.devices[part]
+        ]
         arrays += jax.block_until_ready([jax.device_put(memory, place) for place in places])
     return arrays
 
@@ -373,8 +369,8 @@ def _cut(box: Bounds, itemsize: int, rows: int, chunk: Sequence[int]) -> Iterato
 
     Chunks are not cut, but where they are cut by the box.
     """
-    size = _count(box) * itemsize
     lengths = [stop - start for start, stop in box]
+    size = math.prod(lengths) * itemsize
     # What is large in spite of having one row is cut along another dimension.
     dims = [i for i in (rows, *range(len(box))) if box and lengths[i] > chunk[i]]
     if 0 < size <= PIECE_BYTES or (size and not dims):
@@ -387,8 +383,9 @@ def _cut(box: Bounds, itemsize: int, rows: int, chunk: Sequence[int]) -> Iterato
             yield from _cut((*box[:dim], ends, *box[dim + 1 :]), itemsize, rows, chunk)
 
 
-def _allocate(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def _allocate(part: Bounds, dtype: np.dtype) -> np.ndarray:
     """Memory that JAX copies from, so that the array on the device owns what it has."""
+    shape = [stop - start for start, stop in part]
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 2 * _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT + _MISALIGNMENT

@@ -13,14 +13,9 @@ from typing import Any
 
 import jax
 
+from penzai_shard.checkpoints.replacement import refuse_save
 from penzai_shard.checkpoints.storage import shorten
-from penzai_shard.errors import (
-    CheckpointNotFoundError,
-    CheckpointWriteError,
-    Problem,
-    ShardingError,
-    require,
-)
+from penzai_shard.errors import CheckpointNotFoundError, CheckpointWriteError, Problem, require
 
 _MOST_THREADS = 8
 
@@ -43,13 +38,13 @@ def read_object(url: str, name: str) -> bytes:
     return bytes(_call(CheckpointNotFoundError, url, lambda store: store[name]))
 
 
-def upload(url: str, save: Callable[[pathlib.Path], object], last: str) -> None:
+def upload(url: str, last: str, save: Callable[[pathlib.Path], object]) -> None:
     """Saves a checkpoint at a url. If that fails, what was sent stays there without the last file.
 
     Args:
         url: A path at which nothing is yet.
-        save: Saves it at a path of the file system.
         last: The file that is sent last.
+        save: Saves it at a path of the file system.
 
     Raises:
         CheckpointWriteError: Something is there, or nothing can be written there.
@@ -57,7 +52,7 @@ def upload(url: str, save: Callable[[pathlib.Path], object], last: str) -> None:
     if jax.process_count() > 1 or _call(CheckpointWriteError, url, lambda s: s.list().result()):
         what = "an object store takes checkpoints of one process, and where nothing is yet"
         fix = "Save to a new path, or several processes to a disk that they share."
-        raise CheckpointWriteError("cannot save:", [Problem(url, what, fix)])
+        refuse_save(url, what, fix)
     with tempfile.TemporaryDirectory(prefix="penzai_shard_") as folder:
         content = pathlib.Path(folder) / "checkpoint"
         save(content)
@@ -74,7 +69,7 @@ def _send(store: Any, content: pathlib.Path, last: str) -> None:
     send(content / last)
 
 
-def _call(error: type[ShardingError], url: str, function: Callable[[Any], Any]) -> Any:
+def _call(error: Callable[..., Exception], url: str, function: Callable[[Any], Any]) -> Any:
     ts = require("tensorstore", "checkpoint")
     # Without a limit it tries for many minutes where there is no such bucket or no permission.
     retries = {"max_retries": 8, "max_delay": "8s"}

@@ -74,15 +74,15 @@ class ArrayRecord:
         return f"{self.dtype}[{sizes}]"
 
 
-def make_record(leaf: Leaf) -> ArrayRecord:
-    """The record of an array of a tree, or of a struct that describes one; without a checksum.
+def make_record(leaf: Leaf, values: str | None = None) -> ArrayRecord:
+    """The record of an array of a tree, or of a struct that describes one, with its checksum.
 
     >>> from penzai_shard.arrays.structure import leaves_of
     >>> str(make_record(leaves_of({"w": jnp.zeros((2, 3))})[0]))
     'float32[2, 3]'
     """
     impl, _ = _KEYS[str(leaf.dtype)] if is_key_type(leaf.dtype) else (None, 0)
-    return ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, impl)
+    return ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, impl, values)
 
 
 # On disk
@@ -247,13 +247,11 @@ def _read_own(final: object, directory: pathlib.Path | str, metadata: dict[str, 
 def _read_section(
     final: object, file: str, section: dict[str, Any], metadata: Mapping[str, Any]
 ) -> dict[str, ArrayRecord]:
-    version = section["version"]
-    if version != VERSION:
-        what = f"it has format {version!r:.20}, and this release of penzai_shard reads {VERSION}"
-        storage.refuse_damage(final, {file: what})
-    if section.pop("checksum") != _digest({**metadata, **section}):
+    is_changed = section.pop("checksum") != _digest({**metadata, **section})
+    if is_changed or section["version"] != VERSION:
         what = "what it says of the arrays, or of their run, is not what was saved"
-        storage.refuse_damage(final, {file: what})
+        other = f"it is of a release with format {section['version']!r:.20}, this one has {VERSION}"
+        storage.refuse_damage(final, {file: what if is_changed else other})
     return {name: _read_record(entry) for name, entry in section["arrays"].items()}
 
 

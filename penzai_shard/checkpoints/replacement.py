@@ -9,13 +9,22 @@ import ctypes
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, NoReturn
 
 from penzai_shard.errors import CheckpointWriteError, Problem
 
 _SUFFIX = ".penzai-shard-saving"
 _EXCHANGE = 2  # RENAME_EXCHANGE.
 _HERE = -100  # AT_FDCWD.
+
+
+def refuse_save(path: object, what: str, fix: str) -> NoReturn:
+    """Refuses to save to a path.
+
+    Raises:
+        CheckpointWriteError: In any case.
+    """
+    raise CheckpointWriteError("cannot save:", [Problem(str(path), what, fix)])
 
 
 def content_of(final: pathlib.Path) -> pathlib.Path:
@@ -74,9 +83,8 @@ class Replacement:
         self._lock = _lock(self._staging)
         # Whoever held the lock may have removed the file in the meantime.
         if self._lock is None or not (self._staging / "lock").exists():
-            what = "somebody else is saving there now"
-            problem = Problem(str(self.final), what, "Wait for it, or save to another path.")
-            raise CheckpointWriteError("cannot save:", [problem])
+            fix = "Wait for it, or save to another path."
+            refuse_save(self.final, "somebody else is saving there now", fix)
         self.new.parent.mkdir()
 
     def check_disk(self) -> None:
@@ -87,8 +95,8 @@ class Replacement:
         """
         # A file server is asked anew for a list, where a name may be remembered as missing.
         if self._staging.name not in os.listdir(self.final.parent):
-            what, fix = "not all processes see this directory", "Save to a disk that they share."
-            raise CheckpointWriteError("cannot save:", [Problem(str(self.final), what, fix)])
+            fix = "Save to a disk that they share."
+            refuse_save(self.final, "not all processes see this directory", fix)
 
     def commit(self) -> None:
         """Puts the new content in the place of the old; it is on the disk when this returns."""

@@ -61,56 +61,50 @@ def restore(
     spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
     agreement.refuse_differences(called, spread)
     with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
-        return _read_arrays(manifest, sources, structs, verify, free, shown)
+        # In one order in all processes. Arrays without elements have an entry only.
+        names = sorted({name for source in sources.values() for name in source.stored})
+        records = {name: manifest.records[name] for name in names}
+        full = [name for name, record in records.items() if record.nbytes]
+
+        open_arrays(manifest, full)
+        for array in jax.tree.leaves(free):
+            if isinstance(array, jax.Array):
+                array.delete()
+        # Random keys are read as their numbers, and made again.
+        record_of = {name: records[source.stored[0]] for name, source in sources.items()}
+        pairs = {
+            name: _read_as_numbers(source, structs[name], record_of[name])
+            for name, source in sources.items()
+        }
+        checked = [name for name in full if verify and records[name].values]
+        read, before = 0, _read_resident_bytes()
+        peak = before
+        with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
+
+            def advance(size: int) -> None:
+                nonlocal read, peak
+                read, peak = read + size, max(peak, _read_resident_bytes())
+                bar.advance(size)
+
+            shapes = {name: records[name].stored_shape for name in checked}
+            store = ChecksumStore(manifest.store, shapes, advance)
+            arrays = fill_arrays(pairs, store)
+            found = store.compute_checksums()
+        changed = [name for name in checked if found[name] != records[name].values]
+        what = "its numbers are not those that were saved"
+        refuse_damage(manifest.path, dict.fromkeys(changed, what))
+        landed = sum(array.nbytes for array in arrays.values())
+        sizes = map(bytes_text, (landed, read, peak - before))
+        text = "restored %s, read %s, the host's memory grew by at most %s: %s"
+        _LOGGER.info(text, *sizes, manifest.path)
+        for name, record in record_of.items():
+            if record.key_impl is not None:
+                arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
+        return arrays
 
 
 def _is_spread(struct: jax.ShapeDtypeStruct) -> bool:
     return bool(struct.sharding and not struct.sharding.is_fully_addressable)
-
-
-def _read_arrays(
-    manifest: Manifest, sources: Sources, structs: Structs, verify: bool, free: Any, shown: bool
-) -> dict[str, jax.Array]:
-    # In one order in all processes. Arrays without elements have an entry only.
-    names = sorted({name for source in sources.values() for name in source.stored})
-    records = {name: manifest.records[name] for name in names}
-    full = [name for name, record in records.items() if record.nbytes]
-
-    open_arrays(manifest, full)
-    for array in jax.tree.leaves(free):
-        if isinstance(array, jax.Array):
-            array.delete()
-    # Random keys are read as their numbers, and made again.
-    record_of = {name: records[source.stored[0]] for name, source in sources.items()}
-    pairs = {
-        name: _read_as_numbers(source, structs[name], record_of[name])
-        for name, source in sources.items()
-    }
-    checked = [name for name in full if verify and records[name].values]
-    read, before = 0, _read_resident_bytes()
-    peak = before
-    with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
-
-        def advance(size: int) -> None:
-            nonlocal read, peak
-            read, peak = read + size, max(peak, _read_resident_bytes())
-            bar.advance(size)
-
-        shapes = {name: records[name].stored_shape for name in checked}
-        store = ChecksumStore(manifest.store, shapes, advance)
-        arrays = fill_arrays(pairs, store)
-        found = store.compute_checksums()
-    changed = [name for name in checked if found[name] != records[name].values]
-    refuse_damage(
-        manifest.path, dict.fromkeys(changed, "its numbers are not those that were saved")
-    )
-    landed = bytes_text(sum(array.nbytes for array in arrays.values()))
-    cost = f"read {bytes_text(read)}, the host's memory grew by at most {bytes_text(peak - before)}"
-    _LOGGER.info("restored %s from %s: %s", landed, manifest.path, cost)
-    for name, record in record_of.items():
-        if record.key_impl is not None:
-            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
-    return arrays
 
 
 def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:

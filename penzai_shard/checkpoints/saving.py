@@ -28,10 +28,10 @@ from penzai_shard.checkpoints.records import (
     make_record,
     write_metadata,
 )
-from penzai_shard.checkpoints.replacement import Replacement
+from penzai_shard.checkpoints.replacement import Replacement, refuse_save
 from penzai_shard.checkpoints.storage import begin_writing, shorten
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
-from penzai_shard.errors import CheckpointWriteError, Problem, ShardingError
+from penzai_shard.errors import ShardingError
 from penzai_shard.processes.agreement import on_first, refuse_differences, together
 
 _SECONDS_TO_STOP = 5.0
@@ -70,11 +70,9 @@ def begin_save(
         CheckpointWriteError: The path is taken, or nothing can be written there.
     """
     if is_url(path):
-        # Not in the background.
+        # Not in the background: whoever saves there waits.
         upload(
-            str(path),
-            lambda local: begin_save(called, local, leaves, kind, metadata=metadata)(),
-            MARKER,
+            str(path), MARKER, lambda x: begin_save(called, x, leaves, kind, metadata=metadata)()
         )
         return lambda: str(path)
     final = absolute_path(path)
@@ -87,10 +85,7 @@ def begin_save(
     with plain_context(called):
         numbers = {leaf.path: _read_numbers(leaf.value, leaf.dtype) for leaf in leaves}
         checksums = compute_checksums(numbers)
-    records = {
-        leaf.path: dataclasses.replace(make_record(leaf), values=checksums[leaf.path])
-        for leaf in leaves
-    }
+    records = {leaf.path: make_record(leaf, checksums[leaf.path]) for leaf in leaves}
     refuse_differences(called, {name: repr(record) for name, record in records.items()})
 
     replacement, threads = Replacement(final), frozenset(threading.enumerate())
@@ -121,9 +116,7 @@ def begin_save(
 
 
 def refuse_existing(
-    final: pathlib.Path,
-    overwrite: bool,
-    can_be_replaced: Callable[[pathlib.Path], bool] = is_checkpoint,
+    final: pathlib.Path, overwrite: bool, is_ours: Callable[[pathlib.Path], bool] = is_checkpoint
 ) -> None:
     """Refuses a path at which something is that is not to be replaced.
 
@@ -131,10 +124,9 @@ def refuse_existing(
         CheckpointWriteError: There is.
     """
     is_empty = final.is_dir() and not any(final.iterdir())
-    if os.path.lexists(final) and not (overwrite and (is_empty or can_be_replaced(final))):
+    if os.path.lexists(final) and not (overwrite and (is_empty or is_ours(final))):
         fix = "Save to another path, or write overwrite=True, which replaces checkpoints only."
-        problem = Problem(str(final), "something is there", fix)
-        raise CheckpointWriteError("cannot save:", [problem])
+        refuse_save(final, "something is there", fix)
 
 
 def _with_value(leaf: Leaf, value: Any) -> Leaf:
@@ -177,5 +169,4 @@ def undo_on_failure(
             raise
         fix = "Make room or give permission there, or save to another path."
         fix = fix if getattr(error, "errno", None) in _NO_ROOM_OR_PERMISSION else ""
-        problem = Problem(str(replacement.final), shorten(error), fix)
-        raise CheckpointWriteError("cannot save:", [problem]) from error
+        refuse_save(replacement.final, shorten(error), fix)

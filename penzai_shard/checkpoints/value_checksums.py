@@ -23,8 +23,8 @@ from penzai_shard.errors import Problem, ShardingError
 _NO_MESH = Mesh(np.empty((), object), ())
 # A smaller array is added up by NumPy before a program for it could be compiled.
 _HOST_BYTES = 64 * 2**10
-# Odd, so that places stay different.
-_FACTORS = (0x9E3779B9, 0x7F4A7C15)
+# A factor of places, odd so that they stay different, and the numbers of fmix32 and lowbias32.
+_MIXES = (0x9E3779B9, 0x85EBCA6B, 13, 0xC2B2AE35), (0x7F4A7C15, 0x7FEB352D, 15, 0x846CA68B)
 
 
 def plain_context(called: str) -> contextlib.AbstractContextManager[Any]:
@@ -121,23 +121,17 @@ def _mix(xp: Any, words: Sequence[Any], first: Any, strides: Sequence[Any]) -> t
         along = xp.arange(size, dtype=np.uint32) * stride
         place = place + along.reshape([-1 if i == dimension else 1 for i in range(len(shape))])
     lanes = []
-    for mix, factor in zip((_fmix32, _lowbias32), _FACTORS, strict=True):
+    for factor, *numbers in _MIXES:
         mixed = place * np.uint32(factor)
         for word in words:
-            mixed = mix(mixed + word.astype(np.uint32))
+            mixed = _scramble(mixed + word.astype(np.uint32), *numbers)
         lanes.append(mixed)
     return lanes[0], lanes[1]
 
 
-def _fmix32(word: Any) -> Any:
-    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
-    return word ^ (word >> 16)
-
-
-def _lowbias32(word: Any) -> Any:
-    word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D)
-    word = (word ^ (word >> 15)) * np.uint32(0x846CA68B)
+def _scramble(word: Any, first: int, shift: int, second: int) -> Any:
+    word = (word ^ (word >> 16)) * np.uint32(first)
+    word = (word ^ (word >> shift)) * np.uint32(second)
     return word ^ (word >> 16)
 
 
