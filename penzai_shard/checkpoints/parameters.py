@@ -6,28 +6,23 @@ constants and settings are the model's own: they are not in a checkpoint of para
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh
 
+from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf, Structure
+from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.matching import OPTIMIZER, PARAMETERS, Options, match, read_options
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record
 from penzai_shard.checkpoints.restoring import restore
 from penzai_shard.checkpoints.saving import begin_save
-from penzai_shard.errors import (
-    CheckpointMismatchError,
-    MeshError,
-    Problem,
-    Problems,
-    RuleTypeError,
-    warn_caller,
-)
+from penzai_shard.errors import Problem, Problems
 from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
 from penzai_shard.placement.place import check_devices
 from penzai_shard.planning import arguments
@@ -102,7 +97,7 @@ def with_params(model: Any, params: Any) -> Any:
             ours, theirs = (make_record(side) if side else "nothing" for side in sides)
             what = f"the model has {ours}, and the values have {theirs}"
             problems.add(path, what, "Give the paths and axes of param_dict(model).")
-    problems.raise_if_any(CheckpointMismatchError)
+    problems.raise_if_any(errors.CheckpointMismatchError)
     return fill_tree(leaves, structure, {path: leaf.value for path, leaf in given.items()})
 
 
@@ -297,7 +292,7 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
             is_path = not leaf.path and isinstance(leaf.value, str | os.PathLike)
             fix = f"Write {called}(path, model)" if is_path else "Write {'name': array}"
             problems.add(leaf.path, what, f"{fix}.")
-    problems.raise_if_any(RuleTypeError)
+    problems.raise_if_any(errors.RuleTypeError)
     leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
     return name_statistics(leaves), structure
 
@@ -351,7 +346,7 @@ def read_layout(
         }
         if any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in own.values()):
             what, fix = "arrays lie on a mesh without devices", "Give mesh=make_mesh({...})."
-            raise MeshError(f"{called}:", [Problem("", what, fix)])
+            raise errors.MeshError(f"{called}:", [Problem("", what, fix)])
         # None is the default device.
         return {path: on_auto_twin(sharding) for path, sharding in own.items()}
     request = arguments.read(called, mesh, *rules, plan=plan, **relaxed)
@@ -364,11 +359,8 @@ def find_parameters(
     stored: Mapping[str, ArrayRecord], wanted: Collection[str], others: Collection[str]
 ) -> tuple[str, dict[str, ArrayRecord]]:
     """The parameters in a checkpoint of a whole tree, and what their names begin with there."""
-    below = {
-        name.removeprefix(PARAMETERS): record
-        for name, record in stored.items()
-        if name.startswith(PARAMETERS)
-    }
+    start = len(PARAMETERS)
+    below = {name[start:]: x for name, x in stored.items() if name.startswith(PARAMETERS)}
     if below and stored.keys().isdisjoint(wanted):
         return PARAMETERS, below
     # It was a model, with its state variables.
@@ -387,6 +379,7 @@ def restore_tree(
     is_state: bool = False,
     free: Any = (),
     shown: bool = False,
+    find: Callable[..., dict[str, Source]] = match,
 ) -> Any:
     """A tree with the arrays of a checkpoint, read straight onto their devices.
 
@@ -402,6 +395,7 @@ def restore_tree(
             copies of its own other arrays.
         free: Arrays that are deleted once the checkpoint is found to fit.
         shown: Whether a terminal shows a bar of what is read.
+        find: Finds what fills each array, like ``match``.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
@@ -418,11 +412,11 @@ def restore_tree(
         if manifest.kind in ("params", "tensors") and is_state:
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
-            raise CheckpointMismatchError(headline, [problem])
+            raise errors.CheckpointMismatchError(headline, [problem])
         start, stored = "", manifest.records
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
-        sources = match(stored, records, options, headline=headline, own=own, is_state=is_state)
+        sources = find(stored, records, options, headline=headline, own=own, is_state=is_state)
         first = {name: stored[source.stored[0]] for name, source in sources.items()}
         # What others wrote has no checksums, and no names that could be absent on purpose.
         if any(
@@ -430,7 +424,7 @@ def restore_tree(
             for name, x in first.items()
         ):
             what = "stores no logical axis names of these arrays: only their shapes were compared"
-            warn_caller([f"the checkpoint at {manifest.path} {what}."])
+            errors.warn_caller([f"the checkpoint at {manifest.path} {what}."])
         for name, source in sources.items():
             paths = tuple(start + path for path in source.stored)
             sources[name] = dataclasses.replace(source, stored=paths)
@@ -442,17 +436,6 @@ def restore_tree(
         return sources, structs
 
     values = restore(called, path, choose, verify=verify, free=free, shown=shown)
-    return complete_tree(leaves, structure, layout, values)
-
-
-def complete_tree(
-    leaves: Sequence[Leaf],
-    structure: Structure,
-    layout: Mapping[str, Any],
-    values: Mapping[str, jax.Array],
-) -> Any:
-    """A tree with values that were read, and copies of its own for the rest."""
-    values = dict(values)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

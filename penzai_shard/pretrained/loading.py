@@ -5,31 +5,25 @@ model wants it. All that can be wrong is found from headers, before any weight i
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
-from penzai_shard.arrays.structure import Leaf
-from penzai_shard.checkpoints.matching import read_options
-from penzai_shard.checkpoints.parameters import (
-    complete_tree,
-    parameters_of,
-    read_layout,
-    read_tree,
-    restore_tree,
-)
-from penzai_shard.checkpoints.records import Manifest, absolute_path, make_record
+from penzai_shard.checkpoints.matching import match, read_options
+from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
+from penzai_shard.checkpoints.records import absolute_path, read_manifest
 from penzai_shard.checkpoints.replacement import content_of
-from penzai_shard.checkpoints.restoring import restore
 from penzai_shard.errors import CheckpointMismatchError, Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.paths import matches
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
-from penzai_shard.pretrained.families import build_model
+from penzai_shard.pretrained.families import build_model, family_of
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 from penzai_shard.pretrained.tensor_tables import match_tensors
+from penzai_shard.processes.agreement import together
 from penzai_shard.rules import OnIndivisible
 
 CONFIG = "config.json"
@@ -134,31 +128,24 @@ def load_safetensors(
         problem = Problem("into", what, "Give a model with them, or leave them out.")
         raise RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
     dtype = read_dtype(_CALLED, dtype)
-    reading: dict[str, Any] = {"verify": verify, "shown": progress is not False}
+    find: Any = match
+    if into is None:
+        with together("looking for the configuration of weights"):
+            checked, found = _read_config(path, config, dtype)
+        into = build_model(checked, dtype=found, **building)
+        find = functools.partial(match_tensors, checked)
 
-    def lay_out(model: Any) -> dict[str, Any]:
-        relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
-        return read_layout(
-            _CALLED, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed
-        )
-
-    if into is not None:
-        leaves, structure = read_tree(_CALLED, into)
-        if dtype is not None:
-            options = dataclasses.replace(options, allow=(*options.allow, "cast"))
-            leaves = [
-                dataclasses.replace(x, dtype=dtype if _has_fractions(x.dtype) else x.dtype)
-                for x in leaves
-            ]
-        return restore_tree(_CALLED, path, leaves, structure, lay_out(into), options, **reading)
-
-    def build(dtype: Any) -> tuple[ModelConfig, Any]:
-        content = content_of(absolute_path(path))
-        beside = (content if content.is_dir() else content.parent) / CONFIG
-        checked = read_config(beside if config is None else config)
-        return checked, build_model(checked, dtype=dtype, **building)
-
-    return _build_and_fill(path, build, lay_out, options.allow, dtype, reading)
+    leaves, structure = read_tree(_CALLED, into)
+    if dtype is not None:
+        options = dataclasses.replace(options, allow=(*options.allow, "cast"))
+        leaves = [
+            dataclasses.replace(x, dtype=dtype if _has_fractions(x.dtype) else x.dtype)
+            for x in leaves
+        ]
+    relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
+    layout = read_layout(_CALLED, into, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
+    reading: dict[str, Any] = {"shown": progress is not False, "find": find}
+    return restore_tree(_CALLED, path, leaves, structure, layout, options, verify, **reading)
 
 
 def read_dtype(called: str, dtype: Any) -> Any:
@@ -180,42 +167,19 @@ def _has_fractions(dtype: Any) -> bool:
     return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
 
 
-def _build_and_fill(
-    path: Any,
-    build: Callable[[Any], tuple[ModelConfig, Any]],
-    lay_out: Callable[[Any], dict[str, Any]],
-    allow: Sequence[str],
-    dtype: Any,
-    reading: Mapping[str, Any],
-) -> Any:
-    """The model of a configuration, which is looked for once there are weights."""
-    model: Any = None
-    layout: dict[str, Any] = {}
-
-    def choose(manifest: Manifest) -> Any:
-        nonlocal model, layout
-        headline = f"the weights at {manifest.path} are not those of their configuration:"
-        # Most weights are of bfloat16; paths and shapes are the same in any dtype.
-        config, model = build(dtype or "bfloat16")
-        records = {leaf.path: make_record(leaf) for leaf in _read_parameters(model)}
-        sources = match_tensors(config, manifest.records, records, headline=headline, allow=allow)
-        used = {name for source in sources.values() for name in source.stored}
-        found = {manifest.records[name].dtype for name in used}
-        if dtype is None and found not in ({"bfloat16"}, {"float32"}):
-            problem = Problem("", f"the tensors are {', '.join(sorted(found))}", _WHICH_DTYPE)
-            raise CheckpointMismatchError(headline, [problem])
-        if dtype is None and found == {"float32"}:
-            _, model = build("float32")
-        layout = lay_out(model)
-        structs = {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout[leaf.path])
-            for leaf in _read_parameters(model)
-        }
-        return sources, structs
-
-    values = restore(_CALLED, path, choose, **reading)
-    return complete_tree(*read_tree(_CALLED, model), layout, values)
-
-
-def _read_parameters(model: Any) -> list[Leaf]:
-    return parameters_of(read_tree(_CALLED, model)[0])
+def _read_config(path: Any, config: Any, dtype: Any) -> tuple[ModelConfig, Any]:
+    """The configuration of weights, and the dtype of their model."""
+    records = read_manifest(path).records
+    content = content_of(absolute_path(path))
+    beside = (content if content.is_dir() else content.parent) / CONFIG
+    checked = read_config(beside if config is None else config)
+    harmless = family_of(checked).harmless
+    found = {
+        record.dtype
+        for name, record in records.items()
+        if not any(matches(pattern, name) for pattern in harmless)
+    }
+    if dtype is None and found not in ({"bfloat16"}, {"float32"}):
+        problem = Problem("", f"its tensors are {', '.join(sorted(found))}", _WHICH_DTYPE)
+        raise CheckpointMismatchError(f"Penzai has no model like {path}:", [problem])
+    return checked, dtype or found.pop()

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.checkpoints.filling import Source
+from penzai_shard.checkpoints.matching import Options
 from penzai_shard.checkpoints.records import ArrayRecord
 from penzai_shard.errors import CheckpointMismatchError, Problems
 from penzai_shard.paths import matches
-from penzai_shard.pretrained.families import Family, family_of
+from penzai_shard.pretrained.families import family_of
 from penzai_shard.pretrained.model_configs import ModelConfig
 
 Shape = tuple[int, ...]
@@ -115,24 +116,25 @@ def find_tied(config: ModelConfig) -> dict[str, str]:
 def match_tensors(
     config: ModelConfig,
     stored: Mapping[str, ArrayRecord],
-    parameters: Mapping[str, ArrayRecord],
+    wanted: Mapping[str, ArrayRecord],
+    options: Options,
     *,
     headline: str,
-    allow: Sequence[str] = (),
+    **_: Any,
 ) -> dict[str, Source]:
-    """What each parameter is read from, or an error with all that does not fit.
+    """What each parameter is read from, like ``match``, or an error with all that does not fit.
 
     Args:
         config: The configuration of the model.
         stored: The tensors that there are.
-        parameters: The parameters of the model.
+        wanted: The parameters of the model.
+        options: If ``"extra"`` is allowed, tensors may be there that no parameter is made of.
         headline: The first line of the error.
-        allow: ``"extra"`` leaves tensors that no parameter is made of.
 
     Raises:
         CheckpointMismatchError: Tensors are missing, left over, or of other shapes.
     """
-    sources, shapes = read_tables(config, parameters)
+    sources, shapes = read_tables(config, wanted)
     tied = find_tied(config)
     names = {name: tied.get(name, name) if name not in stored else name for name in shapes}
     problems = Problems(headline)
@@ -144,19 +146,16 @@ def match_tensors(
         elif record.shape != shape:
             what = f"it is {record}, and {config.source} makes it {[*shape]}"
             problems.add(tensor, what, "Give config= the config.json of these weights.", "sizes")
-    for tensor in _find_left(family_of(config), stored, names) if "extra" not in allow else ():
-        what = f"no parameter of {config.family} is made of it"
-        problems.add(tensor, what, f"Write allow={(*allow, 'extra')}.", "extra")
+    known = {*names, *names.values()}
+    for tensor in sorted(stored.keys() - known) if "extra" not in options.allow else ():
+        if not any(matches(pattern, tensor) for pattern in family_of(config).harmless):
+            what = f"no parameter of {config.family} is made of it"
+            problems.add(tensor, what, f"Write allow={(*options.allow, 'extra')}.", "extra")
     problems.raise_if_any(CheckpointMismatchError)
     return {
         path: dataclasses.replace(source, stored=tuple(names[name] for name in source.stored))
         for path, source in sources.items()
     }
-
-
-def _find_left(family: Family, stored: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    left = [name for name in stored if name not in {*names, *names.values()}]
-    return [x for x in left if not any(matches(pattern, x) for pattern in family.harmless)]
 
 
 # Saving
