@@ -13,17 +13,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from penzai_shard import errors
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.records import ArrayRecord
-from penzai_shard.errors import (
-    CheckpointMismatchError,
-    Problem,
-    Problems,
-    RuleTypeError,
-    SelectionError,
-)
+from penzai_shard.errors import Problem, Problems
 from penzai_shard.paths import fold_key, fold_paths, matches, nearest, pattern_parts, rename
 
 PARAMETERS, OPTIMIZER = "params/", "opt_state/"
@@ -85,7 +80,7 @@ class Options:
         chosen = [path for path in paths if self.asks_for(path)]
         if not chosen:
             problems.add("", "no parameter is left", "Write other patterns, or none.")
-        problems.raise_if_any(SelectionError)
+        problems.raise_if_any(errors.SelectionError)
         return chosen
 
 
@@ -121,7 +116,7 @@ def read_options(
             problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
     if others not in ("error", "keep"):
         problems.add("others", f"it is {others!r}", "Write others='keep'.")
-    problems.raise_if_any(RuleTypeError)
+    problems.raise_if_any(errors.RuleTypeError)
     only = texts[1] or ("**",)
     keeps_others = others == "keep"
     return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], keeps_others, axes)
@@ -230,7 +225,7 @@ class _Matching:
         fix = f"Write allow={tuple(dict.fromkeys([*self.options.allow, *words]))}."
         problems = [dataclasses.replace(p, fix=p.fix or fix) for p in self.problems]
         if problems:
-            raise CheckpointMismatchError(headline, problems)
+            raise errors.CheckpointMismatchError(headline, problems)
 
     # Names
 
@@ -337,19 +332,16 @@ class _Matching:
             number = int(piece[1])
             if path and number < _count_blocks(self.stored[path]):
                 self.left[path].discard(number)
-                return self._pick(path, number)
+                stack = self.stored[path]
+                axes, shape = [*(stack.names or ())], [*stack.shape]
+                dim = axes.index(_STACK_AXIS)
+                del axes[dim], shape[dim]
+                block = dataclasses.replace(stack, shape=tuple(shape), names=tuple(axes))
+                return block, Source((path,), stack.shape, (), pick=(dim, number))
         return None
 
     def _path(self, name: str) -> str:
         return self.path_of.get(pattern_parts(name), "")
-
-    def _pick(self, path: str, number: int) -> tuple[ArrayRecord, Source]:
-        stack = self.stored[path]
-        names, shape = [*(stack.names or ())], [*stack.shape]
-        dim = names.index(_STACK_AXIS)
-        del names[dim], shape[dim]
-        block = dataclasses.replace(stack, shape=tuple(shape), names=tuple(names))
-        return block, Source((path,), stack.shape, (), pick=(dim, number))
 
     def compare(
         self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
@@ -417,8 +409,8 @@ class _Matching:
         names = tuple(free.pop([n for _, n in free].index(size))[0] for size in sizes)
         if len(lengths) != len({*lengths}):
             what = f"{stored} is stored, of which nothing tells the order of {wanted}"
-            fix = f"Write axes={ {fold_key(source.stored[0]): names} }, or another order."
-            self.add(path, what, "axes", fix)
+            axes = {**(self.options.axes or {}), fold_key(source.stored[0]): names}
+            self.add(path, what, "axes", f"Write axes={axes}, or another order.")
         return dataclasses.replace(stored, names=(*front, *names))
 
     # What is left

@@ -8,7 +8,7 @@ three times as much: they gather whole arrays, or send pieces twice (jax 0.10.2)
 import functools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
-from penzai_shard.arrays.kinds import is_key_type, itemsize
+from penzai_shard.arrays.kinds import is_key_type, is_struct, itemsize
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import Bounds, Source
@@ -66,7 +66,8 @@ def move(
 
     Returns:
         ``into`` with the values of parameters, and of state variables that both have under one
-        path; of train states with all. Its variables are new. An array that lies right is the same
+        path; of train states with all. Constants are those of ``into``, unless they are structs
+        there. Its variables are new. An array that lies right is the same
         one as in ``tree``, and one that keeps its values the same as in ``into``: donating the
         result deletes it there too. ``place(moved, plan, owned=True)`` copies them.
 
@@ -92,17 +93,20 @@ def move(
         fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
         problem = Problem("", "only one of the two is a train state", fix, "kind")
         raise CheckpointMismatchError(headline, [problem])
-    stored, wanted = _choose(given, leaves, is_state), _choose(leaves, given, is_state)
+    # State variables that both have, and what only the tree can give.
+    here = {leaf.path for leaf in given}
+    more = {x.path for x in leaves if x.role == "state" or is_struct(x.value)} & here
+    stored, wanted = (_choose(side, more, is_state) for side in (given, leaves))
     has, needs = ({leaf.path: make_record(leaf) for leaf in side} for side in (stored, wanted))
     own = parameters.paths_with_values(wanted)
-    more: dict[str, Any] = {"own": own, "is_state": is_state, "holder": "the tree"}
-    sources = match(has, needs, options, headline=headline, **more)
+    kinds: dict[str, Any] = {"own": own, "is_state": is_state, "holder": "the tree"}
+    sources = match(has, needs, options, headline=headline, **kinds)
 
     found, _ = run_inputs({leaf.path: leaf.value for leaf in stored}, _CALLED)
     kept, _ = run_inputs({x.path: x.value for x in leaves if x.path not in sources}, _CALLED)
-    arrays, values = {leaf.path: leaf for leaf in found}, {leaf.path: leaf.value for leaf in kept}
     layout = parameters.read_layout(_CALLED, into, None)
-    rows: list[Any] = [(leaf.path, "", "keep their values", 0) for leaf in kept]
+    arrays, values = {leaf.path: leaf for leaf in found}, {leaf.path: leaf.value for leaf in kept}
+    rows: list[Any] = [(path, "", "keep their values", 0) for path in values]
     lost = Problems("these arrays are not what was sent:")
     with plain_context(_CALLED):
         for leaf in wanted:
@@ -119,13 +123,11 @@ def move(
     return parameters.fill_tree(leaves, structure, values)
 
 
-def _choose(leaves: Sequence[Leaf], others: Sequence[Leaf], is_state: bool) -> list[Leaf]:
+def _choose(leaves: Sequence[Leaf], more: Collection[str], is_state: bool) -> list[Leaf]:
     """The arrays of one side that are matched with those of the other."""
-    if is_state:
-        return [leaf for leaf in leaves if leaf.role != "constant"]
-    chosen = {leaf.path for leaf in parameters.parameters_of(leaves)}
-    paths = {leaf.path for leaf in others}
-    return [x for x in leaves if x.path in chosen or (x.role == "state" and x.path in paths)]
+    chosen = leaves if is_state else parameters.parameters_of(leaves)
+    paths = {leaf.path for leaf in chosen if leaf.role != "constant"}.union(more)
+    return [leaf for leaf in leaves if leaf.path in paths]
 
 
 # One array
@@ -152,8 +154,7 @@ def _move_array(
         before, (array, sent) = _sum(array), _send(array, target)
         what = "arrived"
         if _sum(array) != before:
-            fix = "Move it again, from a checkpoint."
-            lost.add(leaf.path, "its checksum has changed", fix)
+            lost.add(leaf.path, "its checksum has changed", "Restore it from a checkpoint.")
     return _cast(leaf, array), what, sent
 
 
@@ -192,10 +193,10 @@ def _sum(array: jax.Array) -> dict[str, str]:
 def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
     """An array on other devices, in memory of its own, and the bytes that devices sent for it."""
     shardings = array.sharding, target
-    is_here = all(sharding.is_fully_addressable for sharding in shardings)
-    is_plain = array.size and not is_key_type(array.dtype)
-    if not (is_here and is_plain and len({s.memory_kind for s in shardings}) == 1):
-        # JAX moves random keys, between processes, and to the memory of the host.
+    is_far = not all(sharding.is_fully_addressable for sharding in shardings)
+    is_far |= shardings[0].memory_kind != target.memory_kind
+    if is_far or is_key_type(array.dtype) or not array.size:
+        # JAX moves between processes, to the memory of the host, and what is small.
         return put([array], [target])[0], 0
 
     parts, sent, held = [], 0, [*array.addressable_shards]

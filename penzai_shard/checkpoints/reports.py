@@ -42,7 +42,6 @@ _Records = Mapping[str, ArrayRecord]
 _MOST_THREADS = 8
 _GOOD = ("ok", "unchecked")
 _PATH, _SIZE = Column("path", "path"), Column("size", "bytes")
-_HELD = _PATH, Column("array"), _SIZE, Column("checksum", shown=False)
 _COMPARED = _PATH, Column("what"), Column("first"), Column("second")
 _VERIFIED = _PATH, Column("state"), _SIZE, Column("why", "detail"), Column("ok", "ok", shown=False)
 
@@ -62,8 +61,8 @@ def describe_checkpoint(path: Any) -> Report:
         path: A checkpoint, safetensors files, or the folder of a ``CheckpointManager``.
 
     Returns:
-        Of a checkpoint a row for each array. Of the folder of a run a row for each step, with its
-        metrics.
+        Of a checkpoint a row for each array. Of the folder of a run a row for each step, with four
+        digits of its metrics.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -75,7 +74,7 @@ def describe_checkpoint(path: Any) -> Report:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8), "v": jax.numpy.ones(8)})
     ...     report = describe_checkpoint(path)
     >>> report.to_data()["rows"][0]
-    {'path': 'v', 'array': 'float32[8]', 'size': 32, 'checksum': '...'}
+    {'path': 'v', 'array': 'float32[8]', 'size': 32}
     """
     if not is_url(path) and not is_checkpoint(content_of(absolute_path(path))):
         manager = CheckpointManager(path)
@@ -84,19 +83,22 @@ def describe_checkpoint(path: Any) -> Report:
 
     manifest = read_manifest(path)
     records = manifest.records.values()
-    rows = [(name, str(x), x.nbytes, x.values) for name, x in sorted(manifest.records.items())]
+    rows = [(name, str(record), record.nbytes) for name, record in sorted(manifest.records.items())]
     notes = []
     if not any(record.names for record in records):
         notes.append("no logical axes are stored: restoring compares shapes only")
     if not all(record.values for record in records):
         notes.append("of some arrays no checksums are stored: their numbers cannot be verified")
-    facts = {"path": manifest.path, "kind": manifest.kind}
+    columns, facts = (_PATH, Column("array"), _SIZE), {"path": manifest.path, "kind": manifest.kind}
     verdict = f"{manifest.kind or 'plain Orbax'}: {_count_arrays(manifest.records)}"
-    return Report("Checkpoint", verdict, _HELD, rows, notes, facts=facts)
+    return Report("Checkpoint", verdict, columns, rows, notes, facts=facts)
 
 
 def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:
-    metrics = {step: manager.metrics(step) for step in steps}
+    metrics = {
+        step: {name: float(f"{number:.4g}") for name, number in manager.metrics(step).items()}
+        for step in steps
+    }
     names = sorted({name for each in metrics.values() for name in each})
     rows = []
     for step, each in metrics.items():
@@ -152,8 +154,7 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
         if what := _find_differences(*pair):
             rows.append((name, what, *pair))
 
-    counts = Counter(row[1] for row in rows)
-    said = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    said = ", ".join(f"{count:,} {what}" for what, count in Counter(x[1] for x in rows).items())
     verdict = f"{len(rows):,} of {len(names):,} arrays differ: {said}"
     if not rows:
         verdict = f"all {len(names):,} arrays are equal"
@@ -180,7 +181,7 @@ def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
     for path, array in arrays.items():
         arrays[path] = jax.random.key_data(array) if is_key_type(array.dtype) else array
     sums = compute_checksums(arrays)
-    own = {x.path: dataclasses.replace(make_record(x), values=sums.get(x.path)) for x in leaves}
+    own = {x.path: make_record(x, sums.get(x.path)) for x in leaves}
     is_whole = parameters.is_train_state(leaves)
     return own, () if is_whole else own.keys() - {x.path for x in parameters.parameters_of(leaves)}
 

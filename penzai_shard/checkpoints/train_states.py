@@ -136,9 +136,10 @@ def restore_train_state(
             layout |= {path: others[path] for path in others if path.startswith(OPTIMIZER)}
     else:
         layout = read_layout(called, shardings, None)
-        if mesh is not None or layout.keys() != set(structure.paths):
-            what = "shardings= is not a tree like the state, or a mesh is given too"
-            fix = "Write shardings=train_state_sharding(state, mesh, rules), without a mesh."
+        given = mesh, rules, plan, optimizer_rules, axis_name_to_mesh_name
+        if any(x is not None for x in given) or layout.keys() != set(structure.paths):
+            what = "shardings= is not a tree like the state, or a mesh, plan or rules are given too"
+            fix = "Write shardings=train_state_sharding(state, mesh, rules), without these."
             raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
-    given = called, path, leaves, structure, layout, options, verify
-    return restore_tree(*given, is_state=True, free=free)
+    parts = called, path, leaves, structure, layout, options, verify
+    return restore_tree(*parts, is_state=True, free=free)

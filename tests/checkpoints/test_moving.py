@@ -253,6 +253,10 @@ def test_move_state_variables_that_both_have():
     moved = move(trained, counted_mlp(1))
     assert params(moved) == params(trained)
     assert int(moved.count.value) == 7
+    # Constants are those of the other model, if it has values.
+    scaled, other = ({"mlp": MLP, "s": pz.nn.ConstantRescale(jnp.float32(x))} for x in (1, 2))
+    assert float(move(scaled, other)["s"].by) == 2
+    assert float(move(scaled, structs_on(other, WIDE, RULES))["s"].by) == 1
     assert params(move(trained, penzai_mlp(1))) == params(move(MLP, counted_mlp(1))) == params(MLP)
 
 

@@ -82,7 +82,8 @@ def test_restore_train_state_without_mesh(tmp_path):
     assert contents(restored) == expected
     other = pzs.make_plan(state, TALL, ZERO).sharding_tree()
     assert_lies_as(pzs.restore_train_state(path, state, shardings=other), other)
-    for options in ({"shardings": other["params"]}, {"shardings": other, "mesh": TALL}):
+    more = {"mesh": TALL}, {"rules": RULES}, {"optimizer_rules": ZERO}
+    for options in ({"shardings": other["params"]}, *({"shardings": other, **x} for x in more)):
         with pytest.raises(pzs.RuleTypeError):
             pzs.restore_train_state(path, state, **options)
 
