@@ -91,7 +91,8 @@ class CheckpointManager:
         for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
             if count is not None and not _is_count(count):
                 problems.add(name, f"{count!r:.80} is no count", f"Write {name}=100, or None.")
-        parts = [*best, 1][: max(3, len(best))] if isinstance(best, tuple | list) else []
+        parts = [*best] if isinstance(best, tuple | list) else []
+        parts = [*parts, 1] if len(parts) == 2 else parts
         is_read = len(parts) == 3 and parts[1] in ("min", "max") and _is_count(parts[2])
         if best is not None and not is_read:
             fix = "Write for instance best=('loss', 'min', 3)."
