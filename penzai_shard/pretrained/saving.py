@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.matching import name_arrays, read_options
@@ -24,13 +25,7 @@ from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.checkpoints.saving import refuse_existing, undo_on_failure
 from penzai_shard.checkpoints.tensor_files import DTYPES, INDEX, SUFFIX, is_tensors
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
-from penzai_shard.errors import (
-    CheckpointMismatchError,
-    Problem,
-    Problems,
-    RuleTypeError,
-    ShardingError,
-)
+from penzai_shard.errors import Problem, Problems
 from penzai_shard.pretrained import tensor_tables as tables
 from penzai_shard.pretrained.families import build_model
 from penzai_shard.pretrained.loading import CONFIG, read_dtype
@@ -96,11 +91,11 @@ def save_safetensors(
     final, dtype = absolute_path(path), read_dtype(_CALLED, dtype)
     if config is not None and names is not None:
         problem = Problem("names", "config= has names for all tensors", "Leave out one of them.")
-        raise RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
+        raise errors.RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
     if jax.process_count() > 1:
         fix = "Write save_params(path, model); one process can restore that and save it so."
         problem = Problem("", "no process has whole arrays where there are several", fix)
-        raise ShardingError(f"{_CALLED}:", [problem])
+        raise errors.ShardingError(f"{_CALLED}:", [problem])
     refuse_existing(final, overwrite, _has_weights_only)
     leaves = parameters_of(read_tree(_CALLED, model)[0])
     found, _ = run_inputs({leaf.path: leaf.value for leaf in leaves}, _CALLED)
@@ -180,7 +175,7 @@ def _find_tensors(
         if theirs != ours:
             what = f"the configuration makes it {theirs}, and the model has {ours}"
             problems.add(path, what, "Give config= the configuration of this model.")
-    problems.raise_if_any(CheckpointMismatchError)
+    problems.raise_if_any(errors.CheckpointMismatchError)
 
     sources, shapes = tables.read_tables(config, records)
     parts = tables.find_parts(sources)
@@ -192,8 +187,8 @@ def _find_tensors(
             what = f"{config.source} ties it to {other}, and their numbers differ"
             problems.add(name, what, "Write config= with tie_word_embeddings=False.", "tied")
         del parts[name]
-    problems.raise_if_any(CheckpointMismatchError)
-    dtypes = {name: records[part.path].dtype for name, (part, *_) in parts.items()}
+    problems.raise_if_any(errors.CheckpointMismatchError)
+    dtypes = {name: records[part[0]].dtype for name, (part, *_) in parts.items()}
     return parts, {name: ArrayRecord(shapes[name], dtypes[name], None) for name in parts}
 
 
@@ -215,7 +210,7 @@ def _cast(tensors: Mapping[str, ArrayRecord], dtype: Any) -> dict[str, ArrayReco
         if found[name].dtype not in _CODES:
             what = f"safetensors files hold no {found[name].dtype}"
             problems.add(name, what, "Leave it out with names=.", "dtype")
-    problems.raise_if_any(RuleTypeError)
+    problems.raise_if_any(errors.RuleTypeError)
     return found
 
 
@@ -244,8 +239,6 @@ def _write_files(
     records = {n: dataclasses.replace(x, values=_NO_CHECKSUM) for n, x in tensors.items()}
     texts = write_texts(records)
     for file, names in homes.items():
-        # Wide numbers first, so that each begins at a multiple of its size.
-        names.sort(key=lambda name: -np.dtype(tensors[name].dtype).itemsize)
         with (folder / file).open("wb") as stream:
             stream.write(_make_header(names, tensors, texts))
             for name in names:

@@ -24,6 +24,8 @@ from penzai_shard.pretrained.families import family_of
 from penzai_shard.pretrained.model_configs import ModelConfig
 
 Shape = tuple[int, ...]
+Part = tuple[str, Source, int]
+"""An array that goes into a tensor: its path, what it is made of, and which of that the tensor is."""
 
 STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
 _PLUS_ONE = "1+ "
@@ -161,27 +163,12 @@ def match_tensors(
 # Saving
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What of an array goes into a tensor.
-
-    Attributes:
-        path: The array.
-        source: How the array is made of tensors.
-        number: Which of the source's tensors it is.
-    """
-
-    path: str
-    source: Source
-    number: int = 0
-
-
 def find_parts(sources: Mapping[str, Source]) -> dict[str, list[Part]]:
     """The arrays from which each tensor is made, where sources say the inverse."""
     parts: dict[str, list[Part]] = {}
     for path, source in sources.items():
         for number, tensor in enumerate(source.stored):
-            parts.setdefault(tensor, []).append(Part(path, source, number))
+            parts.setdefault(tensor, []).append((path, source, number))
     return parts
 
 
@@ -194,11 +181,10 @@ def join_tensor(parts: Sequence[Part], shape: Shape, arrays: Mapping[str, Any]) 
         arrays: The arrays by path.
     """
     whole = None
-    for part in parts:
+    for path, source, number in parts:
         # The inverse of ``Source.read``: rows of zeros are cut off, and ones are subtracted.
-        source = part.source
         order = tuple(source.order.index(dim) for dim in sorted(source.order))
-        array = np.asarray(_copy_part(arrays[part.path], part.number, source.stack, order))
+        array = np.asarray(_copy_part(arrays[path], number, source.stack, order))
         array = array[: source.shape[0]] if source.pad else array
         array = array - np.asarray(source.plus, array.dtype) if source.plus else array
         if source.pick is None:

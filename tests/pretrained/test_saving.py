@@ -15,7 +15,6 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.checkpoints.reports import verify_checkpoint
 from penzai_shard.errors import (
-    CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointWriteError,
     RuleTypeError,
@@ -74,17 +73,6 @@ def test_own_paths_come_back_with_their_axes(tmp_path):
         )
 
 
-def test_numbers_that_change_are_noticed(tmp_path):
-    path = save_safetensors(tmp_path / "saved", OWN)
-    file = tmp_path / "saved" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    problems = refused(CheckpointDamagedError, load_safetensors, path, into=OWN)
-    assert len(problems) == 1
-    load_safetensors(path, into=OWN, verify=False)
-
-
 def test_names_are_given_by_pattern(tmp_path):
     model = {f"block_{i}": {"w": jnp.full(3, i), "b": jnp.zeros(2)} for i in range(2)}
     names = {"block_*/w": "layers.*.weight", "block_*/b": None}
@@ -116,8 +104,6 @@ def test_files_are_as_large_as_asked_for(tmp_path):
             assert opened.metadata()["format"] == "pt"
             assert {*opened.keys()} == {name for name in homes if homes[name] == file.name}
     assert params(load_safetensors(path, into=blank(model))) == params(model)
-    (folder / f"{start}2{end}").unlink()
-    refused(CheckpointDamagedError, load_safetensors, path, into=model)
 
 
 def test_dtype_casts_numbers_with_a_fraction(tmp_path):
@@ -199,9 +185,12 @@ def test_save_refuses_what_it_cannot_write(tmp_path, model, options, error, path
 # Penzai's models
 
 
-def test_tokens_that_were_added_are_cut_off(tmp_path):
+def test_tokens_that_were_added_are_zeros_and_are_cut_off(tmp_path):
     mesh, rules = pzs.make_mesh({"model": 8}), {"vocabulary": "model"}
     model = load_llama(tmp_path / "source", mesh=mesh, rules=rules, vocabulary=48)
+    for path in ("transformer/embedder.embeddings", "transformer/lm_head.weights"):
+        added = pzs.param_dict(model)[path].unwrap("vocabulary", "embedding")[40:]
+        np.testing.assert_array_equal(added, np.zeros((8, 32)))
     path = save_safetensors(tmp_path / "saved", model, config=CONFIGS["llama"])
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     for name, tensor in draw_tensors("llama").items():
