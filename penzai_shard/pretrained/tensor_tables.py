@@ -25,7 +25,7 @@ from penzai_shard.pretrained.model_configs import ModelConfig
 
 Shape = tuple[int, ...]
 Part = tuple[str, Source, int]
-"""An array that goes into a tensor: its path, what it is made of, and which of that the tensor is."""
+"""An array that goes into a tensor: its path, its source, and which of that one's tensors it is."""
 
 STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
 _PLUS_ONE = "1+ "
