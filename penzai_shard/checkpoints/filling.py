@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
 from penzai_shard.errors import CheckpointDamagedError, CheckpointMismatchError, Problem
@@ -257,7 +258,8 @@ def fill_arrays(
     ]
     shards: dict[str, list[jax.Array]] = {name: [] for name in wanted}
     headline, problems = "", dict[str, Problem]()
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as readers:
+    readers = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    try:
         while groups:
             # Many small arrays are read at once, and so are the pieces of a large one.
             batch, size = [], 0
@@ -276,6 +278,9 @@ def fill_arrays(
                 else:
                     shards[group.name] += _put_parts(group, parts)
             _return_memory()
+    finally:
+        # Whoever stops a restore does not wait for the rest of a large array.
+        readers.shutdown(cancel_futures=True)
     if problems:
         raise CheckpointDamagedError(headline, problems.values())
     return {
@@ -294,7 +299,7 @@ def _return_memory() -> None:
 
 def _group_parts(
     name: str, source: Source, struct: jax.ShapeDtypeStruct, chunk: Sequence[int]
-) -> list[_Group]:
+) -> Iterator[_Group]:
     """The parts of an array that this process reads, those of the same rows of chunks together.
 
     Those of all processes are found, so that each knows what it is the first to read. Boxes of odd
@@ -311,14 +316,12 @@ def _group_parts(
         found.setdefault(key, {}).setdefault(part, []).append(device)
 
     first: dict[Bounds, int] = {}
-    groups = []
     for (process, _), devices in sorted(found.items()):
         bounds = zip(*devices, strict=True)
         box = tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in bounds)
         is_first = first.setdefault(box, process) == process
         if process == jax.process_index():
-            groups.append(_Group(name, source, struct, devices, box, is_first))
-    return groups
+            yield _Group(name, source, struct, devices, box, is_first)
 
 
 def _begin_reading(
@@ -357,9 +360,7 @@ def _put_parts(group: _Group, parts: dict[Bounds, np.ndarray]) -> list[jax.Array
     # The memory of a part is free before the next one takes its place on a device.
     while parts:
         part, memory = parts.popitem()
-        places = [
-            jax.sharding.SingleDeviceSharding(d, memory_kind=kind) for d in group.devices[part]
-        ]
+        places = [SingleDeviceSharding(d, memory_kind=kind) for d in group.devices[part]]
         arrays += jax.block_until_ready([jax.device_put(memory, place) for place in places])
     return arrays
 

@@ -35,7 +35,8 @@ def read_object(url: str, name: str) -> bytes:
     Raises:
         CheckpointNotFoundError: There is none, or the object store cannot be reached.
     """
-    return bytes(_call(CheckpointNotFoundError, url, lambda store: store[name]))
+    act = f"reading {name}"
+    return bytes(_call(CheckpointNotFoundError, act, url, lambda store: store[name]))
 
 
 def upload(url: str, last: str, save: Callable[[pathlib.Path], object]) -> None:
@@ -49,14 +50,15 @@ def upload(url: str, last: str, save: Callable[[pathlib.Path], object]) -> None:
     Raises:
         CheckpointWriteError: Something is there, or nothing can be written there.
     """
-    if jax.process_count() > 1 or _call(CheckpointWriteError, url, lambda s: s.list().result()):
+    found = _call(CheckpointWriteError, "listing", url, lambda store: store.list().result())
+    if found or jax.process_count() > 1:
         what = "an object store takes checkpoints of one process, and where nothing is yet"
         fix = "Save to a new path, or several processes to a disk that they share."
         refuse_save(url, what, fix)
     with tempfile.TemporaryDirectory(prefix="penzai_shard_") as folder:
         content = pathlib.Path(folder) / "checkpoint"
         save(content)
-        _call(CheckpointWriteError, url, lambda store: _send(store, content, last))
+        _call(CheckpointWriteError, "sending", url, lambda store: _send(store, content, last))
 
 
 def _send(store: Any, content: pathlib.Path, last: str) -> None:
@@ -69,7 +71,8 @@ def _send(store: Any, content: pathlib.Path, last: str) -> None:
     send(content / last)
 
 
-def _call(error: Callable[..., Exception], url: str, function: Callable[[Any], Any]) -> Any:
+def _call(error: Callable[..., Exception], act: str, url: str, function: Any) -> Any:
+    """Calls a function of an object store; of whatever fails it makes an error."""
     ts = require("tensorstore", "checkpoint")
     # Without a limit it tries for many minutes where there is no such bucket or no permission.
     retries = {"max_retries": 8, "max_delay": "8s"}
@@ -77,6 +80,6 @@ def _call(error: Callable[..., Exception], url: str, function: Callable[[Any], A
     try:
         return function(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result())
     except Exception as reason:  # TensorStore raises whatever its drivers raise.
-        what = f"the object store says {shorten(reason)}"
+        what = f"{act} fails there: {type(reason).__name__} {shorten(reason)}"
         fix = "Write the url that saving returned, or give permission there."
         raise error("there is no checkpoint:", [Problem(url, what, fix)]) from reason

@@ -72,8 +72,8 @@ def test_save_params_by_url_that_fails_leaves_no_checkpoint(url, monkeypatch, tm
                 raise OSError("quota exceeded")
             return self._store.write(name, value)
 
-    def call_full(error, url, function):
-        return call(error, url, lambda store: function(Full(store)))
+    def call_full(*options):
+        return call(*options[:-1], lambda store: options[-1](Full(store)))
 
     with monkeypatch.context() as patch:
         patch.setattr(object_stores, "_call", call_full)
