@@ -8,7 +8,6 @@ one tensor. ``1+`` marks tensors to which the model adds one.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +17,7 @@ from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 from penzai_shard.errors import Problems, RuleTypeError
-from penzai_shard.pretrained.model_configs import Layer, ModelConfig, read_config
-
-Initializer = Callable[[Any], Any]
-"""Makes a model with real numbers of a random key, or of None one without parameters."""
+from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 
 _DTYPES = ("float32", "bfloat16")
 # Early versions of transformers stored these, and nothing is computed from them.
@@ -54,37 +50,15 @@ def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bo
     return build_model(read_config(config), dtype=dtype, use_layer_stack=use_layer_stack)
 
 
-def build_model(config: ModelConfig, **options: Any) -> Any:
-    """The model of a checked configuration, frozen, with structs in place of arrays.
-
-    Options and errors are those of ``make_initializer``.
-    """
-    model = make_initializer(config, **options)(None)
-    # The parameters of all blocks are as those of the first: one is traced 30 times as fast as 80.
-    count = len(config.layers) if options.get("use_layer_stack") else 1
-    values = {**config.values, "num_hidden_layers": count}
-    first = dataclasses.replace(config, values=values, layers=config.layers[:count])
-    build = make_initializer(first, **options)
-    _, found = jax.eval_shape(
-        lambda key: pz.unbind_params(build(key), freeze=True), jax.random.key(0)
-    )
-    parameters = [
-        dataclasses.replace(each, label=each.label.replace("/block_0/", f"/block_{i}/"))
-        for each in found
-        for i in range(len(config.layers) if "/block_0/" in each.label else 1)
-    ]
-    return pz.bind_variables(model, parameters)
-
-
-def make_initializer(
+def build_model(
     config: ModelConfig,
     *,
     dtype: Any,
     use_layer_stack: bool = False,
     upcast_activations: bool = False,
     vocabulary: int | None = None,
-) -> Initializer:
-    """A function of a random key that builds the model with real numbers, for ``sharded_init``.
+) -> Any:
+    """The model of a checked configuration, frozen, with structs in place of arrays.
 
     Args:
         config: The configuration.
@@ -104,97 +78,82 @@ def make_initializer(
     if dtype_name not in _DTYPES:
         problems.add("dtype", f"Penzai has no models of {dtype_name}", "Write dtype='bfloat16'.")
     if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
-        what = f"the layers of this {family.name} cannot be one stack"
+        what = f"the layers of this {config.family} cannot be one stack"
         problems.add("use_layer_stack", what, "Leave it out.")
-    if tokens < known:
-        problems.add("vocabulary", f"{tokens} is less than {known}", f"Write {known} or more.")
+    if not isinstance(tokens, int) or tokens < known:
+        what = f"{tokens!r} is no number of at least {known} tokens"
+        problems.add("vocabulary", what, f"Write {known} or more.")
     problems.raise_if_any(RuleTypeError)
+
     dtype = jnp.dtype(dtype_name)
-    build = family.build(
-        dataclasses.replace(config, values={**config.values, "vocab_size": tokens}),
+    build = functools.partial(
+        family.build,
         parameter_dtype=dtype,
         activation_dtype=jnp.dtype("float32") if upcast_activations else dtype,
         use_layer_stack=use_layer_stack,
     )
+    config = dataclasses.replace(config, values={**config.values, "vocab_size": tokens})
+    # The parameters of all blocks are as those of the first: one is traced 30 times as fast as 80.
+    traced = config.layers if use_layer_stack else config.layers[:1]
+    first = dataclasses.replace(config, layers=traced)
 
-    def initialize(key: Any) -> Any:
-        model = build(key)
+    def trace(key: Any) -> Any:
+        _, parameters = pz.unbind_params(build(first, key), freeze=True)
         # Penzai leaves some layers in float32: the last one, and the feed-forward ones of GPT-NeoX.
-        for parameter in pz.unbind_params(model)[1]:
-            parameter.value = parameter.value.astype(dtype)
-        return model
+        return [dataclasses.replace(x, value=x.value.astype(dtype)) for x in parameters]
 
-    return initialize
+    parameters = [
+        dataclasses.replace(each, label=each.label.replace("/block_0/", f"/block_{i}/"))
+        for each in jax.eval_shape(trace, jax.random.key(0))
+        for i in range(len(config.layers) if "/block_0/" in each.label else 1)
+    ]
+    return pz.bind_variables(build(config, None), parameters)
 
 
-# Building
+# Building, with a random key, or with None in its place for a model without parameters
 
 
-def _build_llama(
-    config: ModelConfig,
-    mlp: Any = "swiglu",
-    is_tied: bool = False,
-    norms_of_heads: bool = False,
-    **fields: Any,
-) -> Initializer:
-    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+def _build_llama(config: ModelConfig, key: Any, **fields: Any) -> Any:
+    query_heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kinds = tuple(
         llamalike_common.AttentionTypeSlidingWindowCausal(layer.window)
         if layer.window
         else llamalike_common.AttentionTypeGlobalCausal()
         for layer in config.layers
     )
-    whole = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=keys,
-        query_head_multiplier=queries // keys,
+    own = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=key_heads,
+        query_head_multiplier=query_heads // key_heads,
         embedding_dim=config["hidden_size"],
         projection_dim=config["head_dim"],
         mlp_hidden_dim=config["intermediate_size"],
-        num_decoder_blocks=config["num_hidden_layers"],
+        num_decoder_blocks=len(config.layers),
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["rms_norm_eps"],
         attention_type=kinds[0] if len(set(kinds)) == 1 else kinds,
-        mlp_variant=mlp,
-        tie_embedder_and_logits=is_tied,
-        **fields,
+        **{"mlp_variant": "swiglu", "tie_embedder_and_logits": False, **fields},
     )
+    model = llamalike_common.build_llamalike_transformer(own, key)
 
-    def build(key: Any) -> Any:
-        def change(number: int, layer: Layer, attention: pz.nn.Attention) -> pz.nn.Attention:
-            def rewrite(sequence: pz.nn.Sequential, name: str) -> pz.nn.Sequential:
-                linear, rope, *others = sequence.sublayers
-                rope = dataclasses.replace(rope, max_wavelength=layer.theta)
-                if layer.factor != 1.0:
-                    rope = ApplyScaledRoPE(rope, layer.factor, layer.bands)
-                if norms_of_heads:
-                    norm = pz.nn.RMSLayerNorm.from_config(
-                        name=f"transformer/block_{number}/attention/{name}_norm",
-                        init_base_rng=key,
-                        across_axes={"projection": config["head_dim"]},
-                        epsilon=config["rms_norm_eps"],
-                    )
-                    return pz.nn.Sequential([linear, norm, rope, *others])
-                return pz.nn.Sequential([linear, rope, *others])
+    def rescale(number: int, rope: pz.nn.ApplyRoPE) -> pz.nn.Layer:
+        layer = config.layers[number // 2]
+        rope = dataclasses.replace(rope, max_wavelength=layer.theta)
+        return rope if layer.factor == 1.0 else ApplyScaledRoPE(rope, layer.factor, layer.bands)
 
-            queries = rewrite(attention.input_to_query, "query")
-            keys = rewrite(attention.input_to_key, "key")
-            return dataclasses.replace(attention, input_to_query=queries, input_to_key=keys)
-
-        model = llamalike_common.build_llamalike_transformer(whole, key)
-        # A stack has one attention for its layers, which are alike.
-        found = pz.select(model).at_instances_of(pz.nn.Attention)
-        changed = map(change, itertools.count(), config.layers, found.get_sequence())
-        return found.set_sequence(changed)
-
-    return build
+    # There are two in each layer, of queries and of keys; a stack has them once for all its layers.
+    ropes = pz.select(model).at_instances_of(pz.nn.ApplyRoPE)
+    return ropes.apply_with_selected_index(rescale)
 
 
-_build_gemma = functools.partial(_build_llama, mlp="geglu_approx", is_tied=True)
+_build_gemma = functools.partial(
+    _build_llama, mlp_variant="geglu_approx", tie_embedder_and_logits=True
+)
 
 
-def _build_gemma_2(config: ModelConfig, **fields: Any) -> Initializer:
+def _build_gemma_2(config: ModelConfig, key: Any, **fields: Any) -> Any:
     return _build_gemma(
         config,
+        key,
         use_post_attn_norm=True,
         use_post_ffw_norm=True,
         query_scaling_factor=config["query_pre_attn_scalar"] ** -0.5,
@@ -204,18 +163,27 @@ def _build_gemma_2(config: ModelConfig, **fields: Any) -> Initializer:
     )
 
 
-# With norms of queries and keys before they are rotated.
-_build_gemma_3 = functools.partial(_build_gemma_2, norms_of_heads=True)
+def _build_gemma_3(config: ModelConfig, key: Any, **fields: Any) -> Any:
+    """Gemma 2 with norms of queries and keys before they are rotated."""
+    axes, epsilon = {"projection": config["head_dim"]}, config["rms_norm_eps"]
+
+    def add_norm(linear: pz.nn.Linear) -> tuple[pz.nn.Layer, ...]:
+        name = linear.weights.label.removesuffix(".weights") + "_norm"
+        return linear, pz.nn.RMSLayerNorm.from_config(name, key, axes, epsilon)
+
+    linears = pz.select(_build_gemma_2(config, key, **fields)).at_instances_of(pz.nn.Linear)
+    heads = linears.where(lambda x: x.weights.label.endswith(("/query.weights", "/key.weights")))
+    return heads.apply_and_inline(add_norm)
 
 
-def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
+def _build_neox(config: ModelConfig, key: Any, **fields: Any) -> Any:
     activations = {"gelu": "gelu_exact", "relu": "relu", "silu": "silu"}
-    whole = gpt_neox.GPTNeoXTransformerConfig(
+    own = gpt_neox.GPTNeoXTransformerConfig(
         num_attention_heads=config["num_attention_heads"],
         embedding_dim=config["hidden_size"],
         projection_dim=config["head_dim"],
         mlp_hidden_dim=config["intermediate_size"],
-        num_decoder_blocks=config["num_hidden_layers"],
+        num_decoder_blocks=len(config.layers),
         vocab_size=config["vocab_size"],
         activation_fn=activations.get(config["hidden_act"], "gelu_approx"),
         rope_wavelength=config.layers[0].theta,
@@ -223,14 +191,10 @@ def _build_neox(config: ModelConfig, **fields: Any) -> Initializer:
         layernorm_epsilon=config["layer_norm_eps"],
         **fields,
     )
-
-    def build(key: Any) -> Any:
-        model = gpt_neox.build_gpt_neox_transformer(whole, key)
-        # Penzai gives the configuration's epsilon to every norm but the last.
-        norms = pz.select(model).at_instances_of(pz.nn.Standardize)
-        return norms.apply(lambda norm: dataclasses.replace(norm, epsilon=whole.layernorm_epsilon))
-
-    return build
+    # Penzai gives the configuration's epsilon to every norm but the last.
+    model = gpt_neox.build_gpt_neox_transformer(own, key)
+    norms = pz.select(model).at_instances_of(pz.nn.Standardize)
+    return norms.apply(lambda norm: dataclasses.replace(norm, epsilon=own.layernorm_epsilon))
 
 
 @pz.pytree_dataclass
@@ -277,25 +241,23 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: As ``ModelConfig.family`` has it.
-        build: Makes a function of a random key that builds the model of a configuration; it takes
-            more fields of Penzai's own configuration by name.
+        build: Builds the model of a configuration with a random key; it takes more fields of
+            Penzai's own configuration by name.
         tensors: Of each tensor outside of the blocks, the parameter that it is.
         of_block: The same of each tensor of a block, behind ``blocks``.
-        blocks: What stands before the tensors of a block.
         tied: Of a tensor that is not stored if embeddings are tied, the one in its place.
+        blocks: What stands before the tensors of a block.
+        prefix: What stands before all names but those of ``harmless``.
         harmless: Patterns of tensors from which nothing is computed.
-        prefix: What stands before all names but those.
     """
 
-    name: str
-    build: Callable[..., Initializer]
+    build: Callable[..., Any]
     tensors: Mapping[str, str]
     of_block: Mapping[str, str]
-    blocks: str = "model.layers.{}."
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    harmless: tuple[str, ...] = _BUFFERS
+    blocks: str = "model.layers.{}."
     prefix: str = ""
+    harmless: tuple[str, ...] = _BUFFERS
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -370,22 +332,14 @@ _NEOX_BLOCK = {
 }
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-_GEMMA_3 = Family("Gemma 3", _build_gemma_3, _GEMMA, _GEMMA_3_BLOCK)
-_ALL = (
-    Family("Llama", _build_llama, _LLAMA, _LLAMA_BLOCK, tied=_TIED),
-    Family("Mistral", _build_llama, _LLAMA, _LLAMA_BLOCK, tied=_TIED),
-    Family("Gemma", _build_gemma, _GEMMA, _GEMMA_BLOCK),
-    Family("Gemma 2", _build_gemma_2, _GEMMA, _GEMMA_2_BLOCK),
-    _GEMMA_3,
-    dataclasses.replace(_GEMMA_3, name="Gemma 3 with images", prefix="language_model."),
-    Family(
-        "GPT-NeoX",
-        _build_neox,
-        _NEOX,
-        _NEOX_BLOCK,
-        blocks="gpt_neox.layers.{}.",
-        tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
-    ),
-)
-FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
-"""The families that are known, by name."""
+_NEOX_TIED = {"embed_out.weight": "gpt_neox.embed_in.weight"}
+FAMILIES: Mapping[str, Family] = {
+    "Llama": Family(_build_llama, _LLAMA, _LLAMA_BLOCK, _TIED),
+    "Mistral": Family(_build_llama, _LLAMA, _LLAMA_BLOCK, _TIED),
+    "Gemma": Family(_build_gemma, _GEMMA, _GEMMA_BLOCK),
+    "Gemma 2": Family(_build_gemma_2, _GEMMA, _GEMMA_2_BLOCK),
+    "Gemma 3": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK),
+    "Gemma 3 with images": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, prefix="language_model."),
+    "GPT-NeoX": Family(_build_neox, _NEOX, _NEOX_BLOCK, _NEOX_TIED, "gpt_neox.layers.{}."),
+}
+"""The families that are known, as ``ModelConfig.family`` has them."""
