@@ -1,7 +1,6 @@
 """Fifty drawn mistakes in what is to fill what: each is refused by name, and its fix works."""
 
 import ast
-import dataclasses
 import random
 import re
 
@@ -183,8 +182,7 @@ def ways(tmp_path_factory):
     tensors = {path: np.asarray(numbers(value)) for path, value in TREE.items()}
     sums = compute_checksums(tensors)
     file = folder / "model.safetensors"
-    records = {leaf.path: make_record(leaf) for leaf in leaves_of(TREE)}
-    records = {p: dataclasses.replace(r, values=sums[p]) for p, r in records.items()}
+    records = {leaf.path: make_record(leaf, sums[leaf.path]) for leaf in leaves_of(TREE)}
     write_tensors(file, tensors, write_texts(records))
     return {
         "move": lambda wanted, **options: move(TREE, wanted, **options),

@@ -1,6 +1,5 @@
 """Values of a live tree in another: to the bit, with the fewest bytes, under any names."""
 
-import functools
 import itertools
 import logging
 import random
@@ -183,17 +182,15 @@ def test_move_to_the_memory_of_the_host_and_back(tmp_path):
 # Into other structures
 
 
-def carry_by_checkpoint(tree, into, tmp_path, **options):
-    return pzs.restore_params(pzs.save_params(tmp_path, tree, overwrite=True), into, **options)
-
-
 @pytest.mark.parametrize("way", ["move", "checkpoint"])
 def test_linen_into_penzai_and_back(tmp_path, way):
     """Another library, names, axes, order, on another mesh; the inverse comes free."""
-    carry = {
-        "move": move,
-        "checkpoint": functools.partial(carry_by_checkpoint, tmp_path=tmp_path / "a"),
-    }[way]
+
+    def carry(tree, into, **options):
+        if way == "move":
+            return move(tree, into, **options)
+        return pzs.restore_params(pzs.save_params(tmp_path, tree, overwrite=True), into, **options)
+
     flax = pzs.place(linen(), TALL, {"embed": "model"}, **RELAXED)
     shapes = {"Dense_0": {"width": 16, "embed": 8}, "Dense_1": {"embed": 8, "width": 16}}
     into = {f"net/{name}/Linear.weights": pz.nx.zeros(shapes[name]) for name in shapes}
@@ -223,11 +220,10 @@ def test_adapters_alone_by_move_and_by_checkpoint(tmp_path):
     tuned = pzs.with_params(tuned, {k: v + 1 for k, v in pzs.param_dict(tuned).items()})
     adapters = {path: x for path, x in params(tuned).items() if "LoRA" in path}
     path = pzs.save_params(tmp_path / "adapters", tuned, only="**/LoRA_?/**")
-    expected = params(fresh) | adapters
-    assert adapters
-    assert params(pzs.restore_params(path, fresh, others="keep", only="**/LoRA_?/**")) == expected
     options = {"others": "keep", "only": "**/LoRA_?/**"}
-    assert params(move(tuned, fresh, **options)) == expected
+    assert params(fresh).keys() > adapters.keys() > set()
+    for filled in (pzs.restore_params(path, fresh, **options), move(tuned, fresh, **options)):
+        assert params(filled) == params(fresh) | adapters
 
 
 @pytest.mark.parametrize("is_stacked", [True, False])
