@@ -114,7 +114,9 @@ def move(
                 target = layout[leaf.path] if bound_sharding(leaf.value) else None
                 parts = [arrays[path] for path in source.stored]
                 values[leaf.path], what, sent = _move_array(leaf, source, parts, target, lost)
-                rows.append((leaf.path, fold_paths(source.stored), what, sent))
+                # Equal rows are folded, if they do not repeat their path.
+                came = fold_paths(source.stored)
+                rows.append((leaf.path, "" if came == leaf.path else came, what, sent))
     said = ", ".join(f"{count:,} {what}" for what, count in Counter(x[2] for x in rows).items())
     verdict = f"arrays: {said}; devices sent {bytes_text(sum(row[-1] for row in rows))}"
     report = Report(_CALLED, verdict, _COLUMNS, rows, ok=not lost)
