@@ -19,7 +19,6 @@ from penzai.models.transformer.variants import gpt_neox, llamalike_common
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 
-_DTYPES = ("float32", "bfloat16")
 # Early versions of transformers stored these, and nothing is computed from them.
 _BUFFERS = ("**.rotary_emb.inv_freq", "**.attention.bias", "**.attention.masked_bias")
 
@@ -75,14 +74,14 @@ def build_model(
     tokens = known if vocabulary is None else vocabulary
     dtype_name = getattr(dtype, "__name__", str(dtype))
     problems = Problems(f"cannot build {config.source}:")
-    if dtype_name not in _DTYPES:
+    if dtype_name not in ("float32", "bfloat16"):
         problems.add("dtype", f"Penzai has no models of {dtype_name}", "Write dtype='bfloat16'.")
     if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
-        what = f"the layers of this {config.family} cannot be one stack"
-        problems.add("use_layer_stack", what, "Leave it out.")
+        problems.add(
+            "use_layer_stack", f"this {config.family} cannot be one stack", "Leave it out."
+        )
     if not isinstance(tokens, int) or tokens < known:
-        what = f"{tokens!r} is no number of at least {known} tokens"
-        problems.add("vocabulary", what, f"Write {known} or more.")
+        problems.add("vocabulary", f"{tokens!r} is not {known} or more", f"Write {known} or more.")
     problems.raise_if_any(RuleTypeError)
 
     dtype = jnp.dtype(dtype_name)

@@ -14,27 +14,20 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penzai_shard.errors import (
-    CheckpointDamagedError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    Problem,
-    Problems,
-)
+from penzai_shard import errors
+from penzai_shard.errors import Problem, Problems
 from penzai_shard.paths import nearest
 
 _PUBLISHED = pathlib.Path(__file__).parent / "configurations"
 _OWN_MODEL = "Build the model yourself, and load it with into=."
 _COPY = "Copy it from the published config.json."
-_MISSING: Any = object()
 
 # ``pretraining_tp`` is about sums in another order; default rotary positions have no greatest one.
 _CHANGE_NO_NUMBER = """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures bos_token_id
-    cache_implementation classifier_dropout decoder_start_token_id do_sample dtype eos_token_id
-    gradient_checkpointing id2label initializer_range is_decoder label2id max_length
-    max_position_embeddings max_sequence_length model_type output_attentions output_hidden_states
-    pad_token_id pretraining_tp return_dict sep_token_id temperature tokenizer_class top_k top_p
+    cache_implementation classifier_dropout dtype eos_token_id gradient_checkpointing id2label
+    initializer_range is_decoder label2id max_position_embeddings max_sequence_length model_type
+    output_attentions output_hidden_states pad_token_id pretraining_tp sep_token_id tokenizer_class
     torch_dtype transformers_version unk_token_id use_cache
 """
 
@@ -96,9 +89,8 @@ def read_config(config: Any) -> ModelConfig:
     >>> read_config("llama-3-8b")["hidden_size"]
     4096
     """
-    is_given = isinstance(config, Mapping)
-    source = "config" if is_given else str(config)
-    given = config if is_given else _read_json(source)
+    source = "config" if isinstance(config, Mapping) else str(config)
+    given: Any = config if isinstance(config, Mapping) else _read_json(source)
     family, own = _find_family(source, given), given
     if family == "Gemma 3 with images":
         source, own = f"{source}/text_config", given.get("text_config")
@@ -107,7 +99,7 @@ def read_config(config: Any) -> ModelConfig:
     values = _check_attributes(_flatten_rope(own), _FAMILIES[family][2], problems)
     # What does not fit by itself is compared with nothing.
     layers = () if problems else _read_layers(values, problems)
-    problems.raise_if_any(CheckpointMismatchError)
+    problems.raise_if_any(errors.CheckpointMismatchError)
     return ModelConfig(family, values, layers, given, source)
 
 
@@ -129,7 +121,7 @@ def _read_json(source: str) -> Mapping[str, Any]:
         meant = repr(near) if near else "the path of a config.json"
         fix = f"Write {meant}; published are {', '.join(known)}."
         problem = Problem("", f"{source!r} is no file and no published name", fix)
-        raise CheckpointNotFoundError("there is no such configuration:", [problem]) from error
+        raise errors.CheckpointNotFoundError("no such configuration:", [problem]) from error
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
@@ -141,20 +133,19 @@ def _read_json(source: str) -> Mapping[str, Any]:
 def _check_table(source: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         problem = Problem(source, "it is no table of attributes", _COPY)
-        raise CheckpointDamagedError("a configuration cannot be read:", [problem])
+        raise errors.CheckpointDamagedError("a configuration cannot be read:", [problem])
 
 
 def _find_family(source: str, given: Mapping[str, Any]) -> str:
-    architectures, model_type = given.get("architectures"), given.get("model_type")
-    for family, (architecture, own_type, _) in _FAMILIES.items():
+    written = given.get("architectures"), given.get("model_type")
+    for family, (architecture, model_type, _) in _FAMILIES.items():
         # One of the two may be missing.
-        is_type = model_type == own_type or (model_type is None and architectures)
-        if is_type and (architectures == [architecture] or not architectures):
+        if written in [([architecture], model_type), ([architecture], None), (None, model_type)]:
             return family
     known = ", ".join(architecture for architecture, *_ in _FAMILIES.values())
-    what = f"they are {architectures!r}, of type {model_type!r}, and there are {known}"
+    what = f"they and model_type are {reprlib.repr(written)}, and there are {known}"
     problem = Problem("architectures", what, _OWN_MODEL)
-    raise CheckpointMismatchError(f"{source} is of no family that is known:", [problem])
+    raise errors.CheckpointMismatchError(f"{source} is of no family that is known:", [problem])
 
 
 # Checking each attribute
@@ -167,9 +158,8 @@ class _Attribute:
     Attributes:
         text: What it has to be, as messages have it.
         fits: Whether a value is so.
-        default: What it means if it is absent or null.
+        default: What it means if it is absent, or null where null does not fit.
         also: Its other names, also within ``rope_parameters``; if there are several, they agree.
-        or_none: Whether null means none, and not the default.
         fix: What to do with another value.
     """
 
@@ -177,21 +167,24 @@ class _Attribute:
     fits: Callable[[Any], bool]
     default: Any = None
     also: tuple[str, ...] = ()
-    or_none: bool = False
     fix: str = _COPY
 
 
 def _number(
-    default: Any = None, *also: str, kinds: Any = int | float, most: float = 1e30, **more: Any
+    default: Any = None, *also: str, is_whole: bool = False, or_none: bool = False
 ) -> _Attribute:
+    """A number; without a default it has to be given, unless null is a value of it."""
+    kind, most = (int, 10**7) if is_whole else (int | float, 1e30)
+
     def fits(value: Any) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        return (is_number and 0 < value <= most) or (or_none and value is None)
 
-    text = f"a {'whole ' if kinds is int else ''}number above 0, up to {most:,}"
-    return _Attribute(text, fits, default, also, **more)
+    text = f"a {'whole ' if is_whole else ''}number above 0, up to {most:,}"
+    return _Attribute(text, fits, default, also)
 
 
-_size = functools.partial(_number, kinds=int, most=10**7)
+_size = functools.partial(_number, is_whole=True)
 
 
 def _one_of(*accepted: Any, also: tuple[str, ...] = ()) -> _Attribute:
@@ -220,20 +213,17 @@ def _check_attributes(
     for name, attribute in table.items():
         names = (name, *attribute.also)
         known.update(names)
-        said = {each: given[each] for each in names if given.get(each) is not None}
-        where, value = next(iter(said.items()), (name, attribute.default))
-        if not said and name in given and attribute.or_none:
-            value = None
-        if value is _MISSING:
-            problems.add(name, "it is missing", _COPY)
-        for each, one in said.items():
-            if not attribute.fits(one):
-                what = f"it is {reprlib.repr(one)}, and has to be {attribute.text}"
+        takes_null = attribute.fits(None)
+        present = [x for x in names if x in given and (takes_null or given[x] is not None)]
+        said = {x: given[x] for x in present} or {name: attribute.default}
+        first, values[name] = next(iter(said.items()))
+        for each, value in said.items():
+            if not attribute.fits(value):
+                what = f"it is {reprlib.repr(value)}, and has to be {attribute.text}"
                 problems.add(each, what, attribute.fix)
-            elif one != value:
-                what = f"it is {reprlib.repr(one)}, and {where} is {reprlib.repr(value)}"
+            elif value != values[name]:
+                what = f"it is {reprlib.repr(value)}, and {first} is {reprlib.repr(values[name])}"
                 problems.add(each, what, "Leave the wrong one out.")
-        values[name] = value
     for name, value in given.items():
         if name not in known and value is not None:
             what = f"it is {reprlib.repr(value)}, and it is not known what that changes"
@@ -248,19 +238,16 @@ def _read_layers(values: dict[str, Any], problems: Problems) -> tuple[Layer, ...
     """The layers; adds the sizes of heads where these were absent."""
     hidden, queries = values["hidden_size"], values["num_attention_heads"]
     keys = values["num_key_value_heads"] = values.get("num_key_value_heads") or queries
-    size = values["head_dim"] = values["head_dim"] or hidden / queries
+    size = values.get("head_dim") or hidden / queries
     rotated = values["rotated"] = int(values["partial_rotary_factor"] * size)
     if queries % keys:
-        what = f"{keys} does not divide num_attention_heads, {queries}"
-        problems.add("num_key_value_heads", what, _COPY)
+        problems.add("num_key_value_heads", f"{keys} does not divide {queries} heads", _COPY)
     if size % 1 or rotated % 2 or not 0 < rotated <= size:
-        what = f"positions rotate {rotated} of {size} numbers, and have to rotate an even number"
-        problems.add("head_dim", what, _COPY)
+        problems.add("head_dim", f"{rotated} of {size} numbers cannot be rotated in pairs", _COPY)
     values["head_dim"] = int(size)
 
-    kind, factor, bands = values["rope_type"], values.get("rope_factor", 1.0), None
-    if kind == "llama3":
-        bands = tuple(values[name] for name in _BANDS)
+    kind, factor = values["rope_type"], values.get("rope_factor", 1.0)
+    bands = tuple(values[name] for name in _BANDS) if kind == "llama3" else None
     if (kind == "default" and factor != 1.0) or (bands and (None in bands or bands[0] >= bands[1])):
         what = f"it is {kind!r}, with a factor of {factor} and {_BANDS} of {bands}"
         problems.add("rope_type", what, "Copy rope_parameters from the published config.json.")
@@ -276,54 +263,49 @@ def _read_layers(values: dict[str, Any], problems: Problems) -> tuple[Layer, ...
     if "layer_types" in values and _SLIDING in kinds and window is None:
         problems.add("sliding_window", "it is null, and layers slide", _COPY)
     full = Layer(None, float(values["rope_theta"]), factor, bands)
-    sliding = dataclasses.replace(full, window=window)
-    if "rope_local_base_freq" in values:
-        sliding = Layer(window, float(values["rope_local_base_freq"]))
+    local = values.get("rope_local_base_freq")
+    sliding = Layer(window, float(local)) if local else dataclasses.replace(full, window=window)
     return tuple(sliding if each == _SLIDING else full for each in kinds)
 
 
 # What attributes may be in each family
 
-
-def _in_rope(*names: str, tables: tuple[str, ...] = ("parameters", "scaling")) -> tuple[str, ...]:
-    return tuple(f"rope_{table}/{name}" for table in tables for name in names)
-
-
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROPE = ("rope_parameters", f"rope_parameters/{_FULL}", "rope_scaling")
+
+
+def _in_rope(*names: str) -> tuple[str, ...]:
+    return tuple(f"{table}/{name}" for table in _ROPE for name in names)
+
+
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 _OFF = ("attention_bias", "mlp_bias", "rope_interleaved", "use_bidirectional_attention")
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout")
 _BANDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ALL = {
-    **dict.fromkeys((*_NEEDED, "vocab_size"), _size(_MISSING)),
+    **dict.fromkeys((*_NEEDED, "vocab_size"), _size()),
     **dict.fromkeys(_OFF, _one_of(False)),
     **dict.fromkeys((*_DROPOUTS, "hidden_dropout_prob"), _one_of(0.0)),
     **dict.fromkeys(("use_parallel_residual", "is_llama_config"), _one_of(True)),
-    "head_dim": _size(),
     "tie_word_embeddings": _one_of(False, True),
     "rope_theta": _number(1e4, *_in_rope("rope_theta")),
     "rope_type": _one_of("default", also=_in_rope("rope_type", "type")),
     "partial_rotary_factor": _one_of(1.0, also=_in_rope("partial_rotary_factor")),
 }
-_MISTRAL = {
-    **_ALL,
-    "num_key_value_heads": _size(_MISSING),
-    "rms_norm_eps": _number(1e-6),
-    "sliding_window": _size(4096, or_none=True),
-    "hidden_act": _one_of("silu"),
-}
 _LLAMA = {
-    **_MISTRAL,
-    "num_key_value_heads": _size(),
+    **_ALL,
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size(or_none=True)),
+    "rms_norm_eps": _number(1e-6),
     "sliding_window": _one_of(None),
+    "hidden_act": _one_of("silu"),
     "rope_type": _one_of("default", "linear", "llama3", also=_in_rope("rope_type", "type")),
     "rope_factor": _number(1.0, *_in_rope("factor")),
-    **{name: _number(None, *_in_rope(name)) for name in _BANDS},
+    **{name: _number(None, *_in_rope(name), or_none=True) for name in _BANDS},
 }
+_MISTRAL = {**_LLAMA, "num_key_value_heads": _size(), "sliding_window": _size(4096, or_none=True)}
 _GEMMA = {
-    **_ALL,
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size(_MISSING)),
-    "rms_norm_eps": _number(1e-6),
+    **_LLAMA,
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size()),
     # The first files have "gelu" here, which is read as the approximation.
     "hidden_act": _one_of("gelu_pytorch_tanh", "gelu"),
     "hidden_activation": _one_of("gelu_pytorch_tanh"),
@@ -331,15 +313,13 @@ _GEMMA = {
 }
 _GEMMA_2 = {
     **_GEMMA,
-    "hidden_act": _one_of("gelu_pytorch_tanh"),
     "sliding_window": _size(4096, "sliding_window_size", or_none=True),
     "sliding_window_pattern": _one_of(2),
-    "layer_types": _Attribute("a list", lambda value: isinstance(value, list)),
+    "layer_types": _Attribute("a list", lambda value: isinstance(value, list | None)),
     "query_pre_attn_scalar": _number(256),
     "attn_logit_softcapping": _number(50.0, or_none=True),
     "final_logit_softcapping": _number(30.0, or_none=True),
 }
-_GLOBAL, _LOCAL = (f"parameters/{_FULL}", "scaling"), (f"parameters/{_SLIDING}",)
 _GEMMA_3 = {
     **_GEMMA_2,
     # Models with images leave out of their text what is as transformers has it by default.
@@ -348,19 +328,16 @@ _GEMMA_3 = {
     "head_dim": _size(256),
     "vocab_size": _size(262_208),
     "sliding_window_pattern": _size(6, "_sliding_window_pattern"),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _number()),
-    "rope_theta": _number(1e6, *_in_rope("rope_theta", tables=_GLOBAL)),
-    "rope_type": _one_of("default", "linear", also=_in_rope("rope_type", "type", tables=_GLOBAL)),
-    "rope_factor": _number(1.0, *_in_rope("factor", tables=_GLOBAL)),
-    "rope_local_base_freq": _number(1e4, *_in_rope("rope_theta", tables=_LOCAL)),
-    "local_rope_type": _one_of("default", also=_in_rope("rope_type", "type", tables=_LOCAL)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _number(or_none=True)),
+    "rope_theta": _number(1e6, *_in_rope("rope_theta")),
+    "rope_local_base_freq": _number(1e4, f"rope_parameters/{_SLIDING}/rope_theta"),
+    "local_rope_type": _one_of("default", also=(f"rope_parameters/{_SLIDING}/rope_type",)),
 }
 _NEOX = {
     **_ALL,
     "attention_bias": _one_of(True),
     "layer_norm_eps": _number(1e-5),
     "hidden_act": _one_of("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu"),
-    "head_dim": _one_of(None),
     "rope_theta": _number(1e4, "rotary_emb_base", *_in_rope("rope_theta")),
     "partial_rotary_factor": _number(0.25, "rotary_pct", *_in_rope("partial_rotary_factor")),
 }
