@@ -77,9 +77,7 @@ def build_model(
     if dtype_name not in ("float32", "bfloat16"):
         problems.add("dtype", f"Penzai has no models of {dtype_name}", "Write dtype='bfloat16'.")
     if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
-        problems.add(
-            "use_layer_stack", f"this {config.family} cannot be one stack", "Leave it out."
-        )
+        problems.add("use_layer_stack", f"this {config.family} cannot be stacked", "Leave it out.")
     if not isinstance(tokens, int) or tokens < known:
         problems.add("vocabulary", f"{tokens!r} is not {known} or more", f"Write {known} or more.")
     problems.raise_if_any(RuleTypeError)

@@ -20,6 +20,7 @@ from tests.pretrained.models import CONFIGS
 
 OWN_MODEL, COPY, LEAVE_OUT, TWO = "into=", "Copy it", "Leave it out", "Leave the wrong one out"
 ROPE, FULL = "rope_parameters", "rope_parameters/full_attention"
+SLIDING, LINEAR = "rope_parameters/sliding_attention", {"rope_type": "linear"}
 # The small model, what is changed in it, the attribute that is refused, and the fix.
 REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias", OWN_MODEL),
@@ -71,18 +72,8 @@ REFUSED = [
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", COPY),
     ("gemma3", {ROPE: {"full_attention": {"rope_type": "yarn"}}}, f"{FULL}/rope_type", OWN_MODEL),
     ("gemma3", {ROPE: {"full_attention": {"factor": 8.0}}}, "rope_type", ROPE),
-    (
-        "gemma3",
-        {ROPE: {"sliding_attention": {"rope_type": "linear"}}},
-        f"{ROPE}/sliding_attention/rope_type",
-        OWN_MODEL,
-    ),
-    (
-        "gemma3",
-        {ROPE: {"full_attention": {"rope_type": "linear", "factor": 0}}},
-        f"{FULL}/factor",
-        COPY,
-    ),
+    ("gemma3", {ROPE: {"sliding_attention": LINEAR}}, f"{SLIDING}/rope_type", OWN_MODEL),
+    ("gemma3", {ROPE: {"full_attention": LINEAR | {"factor": 0}}}, f"{FULL}/factor", COPY),
 ]
 ACCEPTED = [
     ("llama", {"_name_or_path": "a/b", "transformers_version": "4.31.0", "use_cache": False}),
