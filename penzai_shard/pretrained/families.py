@@ -174,7 +174,6 @@ def _build_gemma_3(config: ModelConfig, key: Any, **fields: Any) -> Any:
 
 
 def _build_neox(config: ModelConfig, key: Any, **fields: Any) -> Any:
-    activations = {"gelu": "gelu_exact", "relu": "relu", "silu": "silu"}
     own = gpt_neox.GPTNeoXTransformerConfig(
         num_attention_heads=config["num_attention_heads"],
         embedding_dim=config["hidden_size"],
@@ -182,7 +181,7 @@ def _build_neox(config: ModelConfig, key: Any, **fields: Any) -> Any:
         mlp_hidden_dim=config["intermediate_size"],
         num_decoder_blocks=len(config.layers),
         vocab_size=config["vocab_size"],
-        activation_fn=activations.get(config["hidden_act"], "gelu_approx"),
+        activation_fn="gelu_exact" if config["hidden_act"] == "gelu" else "gelu_approx",
         rope_wavelength=config.layers[0].theta,
         rope_subset_size=config["rotated"],
         layernorm_epsilon=config["layer_norm_eps"],

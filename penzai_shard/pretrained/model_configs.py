@@ -213,11 +213,12 @@ def _check_attributes(
     for name, attribute in table.items():
         names = (name, *attribute.also)
         known.update(names)
+        # Null is a value of some, and of the others as if they were absent.
         takes_null = attribute.fits(None)
         present = [x for x in names if x in given and (takes_null or given[x] is not None)]
-        said = {x: given[x] for x in present} or {name: attribute.default}
-        first, values[name] = next(iter(said.items()))
-        for each, value in said.items():
+        written = {x: given[x] for x in present} or {name: attribute.default}
+        first, values[name] = next(iter(written.items()))
+        for each, value in written.items():
             if not attribute.fits(value):
                 what = f"it is {reprlib.repr(value)}, and has to be {attribute.text}"
                 problems.add(each, what, attribute.fix)
@@ -337,7 +338,7 @@ _NEOX = {
     **_ALL,
     "attention_bias": _one_of(True),
     "layer_norm_eps": _number(1e-5),
-    "hidden_act": _one_of("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu"),
+    "hidden_act": _one_of("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
     "rope_theta": _number(1e4, "rotary_emb_base", *_in_rope("rope_theta")),
     "partial_rotary_factor": _number(0.25, "rotary_pct", *_in_rope("partial_rotary_factor")),
 }
