@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from penzai import pz
 
 from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
@@ -27,7 +28,7 @@ from penzai_shard.checkpoints.tensor_files import DTYPES, INDEX, SUFFIX, is_tens
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import Problem, Problems
 from penzai_shard.pretrained import tensor_tables as tables
-from penzai_shard.pretrained.families import build_model
+from penzai_shard.pretrained.families import ApplyScaledRoPE, build_model
 from penzai_shard.pretrained.loading import CONFIG, read_dtype
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 from penzai_shard.progress import progress as draw_progress
@@ -37,6 +38,21 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _FRACTIONS = {dtype for dtype in _CODES if jnp.issubdtype(dtype, jnp.floating)}
 _NO_CHECKSUM = "0" * 16  # As long as one.
 _ALIGNMENT = 8
+_OTHER_CONFIG = "Give config= the configuration of this model."
+
+# The numbers with which layers compute besides their parameters; bfloat16 rounds some of them.
+_NUMBERS = (
+    (pz.nn.ApplyRoPE, "max_wavelength"),
+    (pz.nn.ApplyRoPEToSubset, "max_wavelength"),
+    (pz.nn.ApplyRoPEToSubset, "rope_subset_size"),
+    (ApplyScaledRoPE, "factor"),
+    (pz.nn.RMSStandardize, "epsilon"),
+    (pz.nn.Standardize, "epsilon"),
+    (pz.nn.ConstantRescale, "by"),
+    (pz.nn.TanhSoftCap, "soft_cap"),
+    (pz.nn.ApplyCausalSlidingWindowAttentionMask, "sliding_window_size"),
+)
+_ROUNDING = 0.01
 
 
 def save_safetensors(
@@ -108,7 +124,7 @@ def save_safetensors(
         if checked is None:
             parts, tensors = _name_tensors(records, names)
         else:
-            parts, tensors = _find_tensors(checked, records, arrays)
+            parts, tensors = _find_tensors(checked, model, records, arrays)
         tensors = _cast(tensors, dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
         with (
@@ -156,25 +172,30 @@ def _name_tensors(
 
 
 def _find_tensors(
-    config: ModelConfig, records: Mapping[str, ArrayRecord], arrays: Mapping[str, Any]
+    config: ModelConfig,
+    model: Any,
+    records: Mapping[str, ArrayRecord],
+    arrays: Mapping[str, Any],
 ) -> tuple[dict[str, list[tables.Part]], dict[str, ArrayRecord]]:
     """The tensors that Hugging Face has of a model."""
     own = {path: _read_sizes(record) for path, record in records.items()}
     tokens = [sizes.get(tables.VOCABULARY, 0) for sizes in own.values()]
-    model = build_model(
+    built = build_model(
         config,
         dtype="float32",
         use_layer_stack=any(tables.STACK_AXIS in sizes for sizes in own.values()),
         vocabulary=max([config["vocab_size"], *tokens]),
     )
-    leaves = parameters_of(read_tree(_CALLED, model)[0])
+    leaves = parameters_of(read_tree(_CALLED, built)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
     problems = Problems(f"the model is not that of {config.source}:")
     for path in dict.fromkeys([*wanted, *own]):
         theirs, ours = (side.get(path, "nothing") for side in (wanted, own))
         if theirs != ours:
             what = f"the configuration makes it {theirs}, and the model has {ours}"
-            problems.add(path, what, "Give config= the configuration of this model.")
+            problems.add(path, what, _OTHER_CONFIG)
+    problems.raise_if_any(errors.CheckpointMismatchError)
+    _check_numbers(model, built, problems)
     problems.raise_if_any(errors.CheckpointMismatchError)
 
     sources, shapes = tables.read_tables(config, records)
@@ -190,6 +211,23 @@ def _find_tensors(
     problems.raise_if_any(errors.CheckpointMismatchError)
     dtypes = {name: records[part[0]].dtype for name, (part, *_) in parts.items()}
     return parts, {name: ArrayRecord(shapes[name], dtypes[name], None) for name in parts}
+
+
+def _check_numbers(model: Any, built: Any, problems: Problems) -> None:
+    """Whether layers compute with the numbers of a configuration; a dictionary has no layers."""
+    for kind, field in _NUMBERS if isinstance(model, pz.nn.Layer) else ():
+        found = [
+            [float(x) for layer in layers for x in np.ravel(getattr(layer, field))]
+            for layers in (
+                pz.select(x).at_instances_of(kind).get_sequence() for x in (built, model)
+            )
+        ]
+        if len(found[0]) != len(found[1]) or not np.allclose(
+            found[0], found[1], rtol=_ROUNDING, atol=0
+        ):
+            theirs, ours = (", ".join(f"{x:.6g}" for x in {*side}) or "nothing" for side in found)
+            what = f"the configuration makes it {theirs}, and the model has {ours}"
+            problems.add(f"{kind.__name__}.{field}", what, _OTHER_CONFIG)
 
 
 def _read_sizes(record: ArrayRecord) -> dict[Any, int]:

@@ -28,6 +28,7 @@ from tests.checkpoints.trees import blank, numbers, params
 from tests.pretrained.models import CONFIGS, draw_tensors
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
+WINDOW = pz.nn.ApplyCausalSlidingWindowAttentionMask
 OWN = {
     "up": pz.nx.wrap(jnp.arange(32.0).reshape(4, 8)).tag("embedding", "neurons"),
     "count": jnp.arange(3),
@@ -44,10 +45,10 @@ def refused(error, function, *args, **options):
     return {problem.path: problem for problem in caught.value.problems}
 
 
-def load_llama(folder, config=CONFIGS["llama"], **options):
+def load_llama(folder, name="llama", **options):
     folder.mkdir()
-    write_tensors(folder / "model.safetensors", draw_tensors("llama"))
-    return load_safetensors(folder, config=config, **options)
+    write_tensors(folder / "model.safetensors", draw_tensors(name))
+    return load_safetensors(folder, **{"config": CONFIGS[name], **options})
 
 
 # Models of one's own
@@ -202,7 +203,7 @@ def test_tokens_that_were_added_are_zeros_and_are_cut_off(tmp_path):
 def test_embeddings_that_are_no_longer_tied_are_not_saved_as_tied(tmp_path):
     tied = CONFIGS["llama"] | {"tie_word_embeddings": True}
     # It has an output layer of its own, which counts.
-    model = load_llama(tmp_path / "source", tied)
+    model = load_llama(tmp_path / "source", config=tied)
     saved = tmp_path / "saved"
     problems = refused(CheckpointMismatchError, save_safetensors, saved, model, config=tied)
     assert "tie_word_embeddings=False" in problems["lm_head.weight"].fix
@@ -211,6 +212,33 @@ def test_embeddings_that_are_no_longer_tied_are_not_saved_as_tied(tmp_path):
     assert params(load_safetensors(path)) == params(model)
     stored = load_file(saved / "model.safetensors")["lm_head.weight"]
     np.testing.assert_array_equal(stored, draw_tensors("llama")["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "path"),
+    [
+        ("llama_one_key_head", {"rope_theta": 1e4}, "ApplyRoPE.max_wavelength"),
+        ("llama", {"rms_norm_eps": 1e-2}, "RMSStandardize.epsilon"),
+        ("mistral", {"sliding_window": 7}, f"{WINDOW.__name__}.sliding_window_size"),
+        ("gemma2_alike", {"attn_logit_softcapping": 20.0}, "TanhSoftCap.soft_cap"),
+        ("gemma2_alike", {"query_pre_attn_scalar": 99}, "ConstantRescale.by"),
+        ("gpt_neox", {"layer_norm_eps": 1e-2}, "Standardize.epsilon"),
+        (
+            "llama_one_key_head",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "ApplyScaledRoPE.factor",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_configuration_that_computes_otherwise_is_refused(tmp_path, name, changed, path, stacked):
+    model = load_llama(tmp_path / "source", name, use_layer_stack=stacked)
+    saved, config = tmp_path / "saved", CONFIGS[name]
+    problems = refused(
+        CheckpointMismatchError, save_safetensors, saved, model, config=config | changed
+    )
+    assert [*problems] == [path]
+    save_safetensors(saved, pzs.jit_root().apply(model), config=config)
 
 
 def test_a_model_of_another_configuration_is_refused_with_all_that_differs(tmp_path):
