@@ -216,17 +216,13 @@ def _find_tensors(
 def _check_numbers(model: Any, built: Any, problems: Problems) -> None:
     """Whether layers compute with the numbers of a configuration; a dictionary has no layers."""
     for kind, field in _NUMBERS if isinstance(model, pz.nn.Layer) else ():
-        found = [
-            [float(x) for layer in layers for x in np.ravel(getattr(layer, field))]
-            for layers in (
-                pz.select(x).at_instances_of(kind).get_sequence() for x in (built, model)
-            )
-        ]
-        if len(found[0]) != len(found[1]) or not np.allclose(
-            found[0], found[1], rtol=_ROUNDING, atol=0
-        ):
-            theirs, ours = (", ".join(f"{x:.6g}" for x in {*side}) or "nothing" for side in found)
-            what = f"the configuration makes it {theirs}, and the model has {ours}"
+        layers = (pz.select(x).at_instances_of(kind).get_sequence() for x in (built, model))
+        values = ([getattr(layer, field) for layer in side] for side in layers)
+        theirs, ours = ([float(x) for value in side for x in np.ravel(value)] for side in values)
+        is_alike = len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=_ROUNDING, atol=0)
+        if not is_alike:
+            sides = (", ".join(f"{x:.6g}" for x in {*side}) or "nothing" for side in (theirs, ours))
+            what = "the configuration makes it {}, and the model has {}".format(*sides)
             problems.add(f"{kind.__name__}.{field}", what, _OTHER_CONFIG)
 
 
