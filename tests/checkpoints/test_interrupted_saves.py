@@ -21,7 +21,7 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.checkpoints import parameters, replacement
+from penzai_shard.checkpoints import replacement, restoring
 from penzai_shard.checkpoints.saving import begin_save
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "ctypes")
@@ -56,14 +56,14 @@ def test_save_params_stopped_anywhere_leaves_the_old_or_the_new(tmp_path):
 
 
 def test_restore_params_refuses_a_checkpoint_that_is_replaced_meanwhile(tmp_path, monkeypatch):
-    path, match = tmp_path / "may", parameters.match
+    path, open_arrays = tmp_path / "may", restoring.open_arrays
 
-    def match_and_replace(*sides, **options):
+    def replace_and_open(*args):
         save(path, 2)
-        return match(*sides, **options)
+        return open_arrays(*args)
 
     save(path, 1)
-    monkeypatch.setattr(parameters, "match", match_and_replace)
+    monkeypatch.setattr(restoring, "open_arrays", replace_and_open)
     with pytest.raises(pzs.CheckpointDamagedError) as caught:
         restore(path)
     assert {problem.path for problem in caught.value.problems} == {"value", "w"}
