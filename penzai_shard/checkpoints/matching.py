@@ -439,7 +439,11 @@ class _Matching:
         for path, name in self.names.items():
             if self.left[path] and self.options.asks_for(name):
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
-                self.add(name, f"{what}, or fewer blocks", "extra")
+                # A rule for one path says that the model has it.
+                if path.removeprefix(start) in self.options.names:
+                    self.add(name, what, "names", _suggest(name, self.wanted))
+                else:
+                    self.add(name, f"{what}, or fewer blocks", "extra")
 
     def _rules_without(self, key: str) -> dict[str, str | None]:
         """The rules for paths, without those that only the paths of one key fit."""

@@ -83,6 +83,14 @@ def move(
     >>> stacked = move(blocks, {"blocks/w": pz.nx.zeros({"blocks": 3, "a": 2})}, allow="blocks")
     >>> stacked["blocks/w"].unwrap("blocks", "a").tolist()
     [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+    Onto another mesh, of which no array is made first:
+
+    >>> import penzai_shard as pzs
+    >>> plan = pzs.make_plan(stacked, pzs.make_mesh({"data": 2, "rest": 4}), {"a": "data"})
+    >>> moved = move(stacked, plan.restore_structs())
+    >>> moved["blocks/w"].data_array.sharding.spec
+    P(None, 'data')
     """
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
     options = read_options(_CALLED, only=only, except_=except_, others=others, **tolerance)

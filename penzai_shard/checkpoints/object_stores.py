@@ -76,7 +76,7 @@ def _call(error: Callable[..., Exception], act: str, url: str, function: Any) ->
     ts = require("tensorstore", "checkpoint")
     # Without a limit it tries for many minutes where there is no such bucket or no permission.
     retries = {"max_retries": 8, "max_delay": "8s"}
-    context = ts.Context({"gcs_request_retries": retries, "s3_request_retries": retries})
+    context = ts.Context({f"{x}_request_retries": retries for x in ("gcs", "s3", "http")})
     try:
         return function(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result())
     except Exception as reason:  # TensorStore raises whatever its drivers raise.

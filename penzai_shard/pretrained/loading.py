@@ -122,10 +122,14 @@ def load_safetensors(
         "upcast_activations": upcast_activations,
         "vocabulary": vocabulary,
     }
-    own = options.names, options.axes, options.rename_axes, options.keeps_others
-    if any(own if into is None else (config, *building.values())):
-        what = "names, axes, rename_axes and others are options of into=, and of no configuration"
-        problem = Problem("into", what, "Give a model with them, or leave them out.")
+    given: tuple[Any, ...] = config, *building.values()
+    what = "config, use_layer_stack, upcast_activations and vocabulary make another model"
+    if into is None:
+        given = options.names, options.axes, options.rename_axes, options.keeps_others
+        what = "names, axes, rename_axes and others are options of into=model"
+    if any(given):
+        fix = "Give a model with them, into=model." if into is None else "Leave them out."
+        problem = Problem("into", what, fix)
         raise RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
     dtype = read_dtype(_CALLED, dtype)
     find: Any = match

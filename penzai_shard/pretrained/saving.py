@@ -141,7 +141,8 @@ def save_safetensors(
 
             _write_files(replacement.new, tensors, make, max_file_bytes or total)
             if checked is not None:
-                text = json.dumps(dict(checked.given), indent=2)
+                said = {"torch_dtype", "dtype"} & checked.given.keys() if dtype else ()
+                text = json.dumps({**checked.given, **dict.fromkeys(said, str(dtype))}, indent=2)
                 (replacement.new / CONFIG).write_text(text, "utf-8")
             replacement.commit()
     replacement.close()

@@ -275,3 +275,10 @@ def test_move_train_states_and_the_optimizer_follows(name):
         with pytest.raises(pzs.CheckpointMismatchError) as caught:
             move(*pair)
         assert kinds_by_path(caught) == {"": "kind"}
+
+
+def test_move_refuses_a_rule_to_a_path_that_is_not_there():
+    tree, into = ({name: jnp.full(3, n) for n, name in enumerate(names)} for names in ("ab", "xy"))
+    with pytest.raises(pzs.CheckpointMismatchError) as caught:
+        pzs.move(tree, into, names={"a": "x", "b": "z"}, allow="extra", others="keep")
+    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [("z", "names")]

@@ -127,7 +127,7 @@ def test_load_names_everything_that_does_not_fit_at_once(tmp_path):
         ({"names": {"a": "b"}}, RuleTypeError, "into", "Give a model"),
         ({"axes": {"a": ("b",)}}, RuleTypeError, "into", "Give a model"),
         ({"others": "keep"}, RuleTypeError, "into", "Give a model"),
-        ({"into": {"w": SQUARE}, "vocabulary": 48}, RuleTypeError, "into", "leave"),
+        ({"into": {"w": SQUARE}, "vocabulary": 48}, RuleTypeError, "into", "Leave"),
         ({"into": {"w": SQUARE}, "axes": ["w"]}, RuleTypeError, "axes", "axes={"),
         ({"dtype": "int8"}, RuleTypeError, "dtype", "dtype="),
         ({"dtype": "bf16"}, RuleTypeError, "dtype", "dtype="),

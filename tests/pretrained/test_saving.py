@@ -116,6 +116,15 @@ def test_dtype_casts_numbers_with_a_fraction(tmp_path):
     np.testing.assert_array_equal(numbers(loaded["up"]), numbers(OWN["up"]))
 
 
+def test_a_copied_configuration_says_the_dtype_of_the_tensors(tmp_path):
+    config = {**CONFIGS["llama"], "torch_dtype": "float32"}
+    model = load_llama(tmp_path / "source", config=config)
+    for name, dtype in [("kept", None), ("cast", "bfloat16")]:
+        path = save_safetensors(tmp_path / name, model, config=config, dtype=dtype)
+        said = json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"]
+        assert {x.dtype.name for x in load_file(f"{path}/model.safetensors").values()} == {said}
+
+
 def test_saving_holds_one_tensor_in_host_memory(tmp_path):
     model = {f"w{i}": pz.nx.ones({"embedding": 1024, "neurons": 1024}) for i in range(6)}
     model = pzs.place(model, MESH, {"neurons": "model", "embedding": "data"})
