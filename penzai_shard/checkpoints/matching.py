@@ -106,20 +106,23 @@ def read_options(
     Raises:
         RuleTypeError: Some cannot be read.
     """
-    texts = [(x,) if isinstance(x, str) else tuple(x or ()) for x in (allow, only, except_)]
+    given = [() if x is None else x for x in (allow, only, except_)]
+    texts = [tuple(x) if isinstance(x, list | tuple | set) else (x,) for x in given]
     problems = Problems(f"{called} cannot read its options:")
     for word in texts[0]:
         if word not in _WORDS:
             problems.add("allow", f"there is no word {word!r}", f"Write words of {_WORDS}.")
+    for option, patterns in {"only": texts[1], "except_": texts[2]}.items():
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            problems.add(option, f"it is {patterns!r}", f"Write {option}='**/weights'.")
     for option, value in {"rename_axes": rename_axes, "names": names, "axes": axes}.items():
         if not isinstance(value, Mapping | None):
             problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
     if others not in ("error", "keep"):
-        problems.add("others", f"it is {others!r}", "Write others='keep'.")
+        problems.add("others", f"it is {others!r}", "Write others='error' or 'keep'.")
     problems.raise_if_any(errors.RuleTypeError)
     only = texts[1] or ("**",)
-    keeps_others = others == "keep"
-    return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], keeps_others, axes)
+    return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], others == "keep", axes)
 
 
 # Matching
@@ -440,10 +443,9 @@ class _Matching:
             if self.left[path] and self.options.asks_for(name):
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 # A rule for one path says that the model has it.
-                if path.removeprefix(start) in self.options.names:
-                    self.add(name, what, "names", _suggest(name, self.wanted))
-                else:
-                    self.add(name, f"{what}, or fewer blocks", "extra")
+                is_ruled = path.removeprefix(start) in self.options.names
+                kind, fix = ("names", _suggest(name, self.wanted)) if is_ruled else ("extra", "")
+                self.add(name, f"{what}, or fewer blocks", kind, fix)
 
     def _rules_without(self, key: str) -> dict[str, str | None]:
         """The rules for paths, without those that only the paths of one key fit."""
