@@ -18,8 +18,8 @@ _NAMES = {
     "checkpoints.train_states": "restore_train_state save_train_state",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
-    "MissingExtraError NonFiniteLossError PlanError ProgramError RuleTypeError SelectionError "
-    "ShardingError ShardingWarning TrainingStoppedError",
+    "MissingExtraError NonFiniteLossError PlanError ProgramError PropagationError RuleTypeError "
+    "SelectionError ShardingError ShardingWarning TrainingStoppedError",
     "fitting.fit": "fit",
     "inspection.compile_ahead": "compile_ahead",
     "inspection.compiling": "collectives compile_step device_memory",

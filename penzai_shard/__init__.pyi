@@ -23,6 +23,7 @@ from penzai_shard.errors import MissingExtraError as MissingExtraError
 from penzai_shard.errors import NonFiniteLossError as NonFiniteLossError
 from penzai_shard.errors import PlanError as PlanError
 from penzai_shard.errors import ProgramError as ProgramError
+from penzai_shard.errors import PropagationError as PropagationError
 from penzai_shard.errors import RuleTypeError as RuleTypeError
 from penzai_shard.errors import SelectionError as SelectionError
 from penzai_shard.errors import ShardingError as ShardingError

@@ -137,6 +137,10 @@ class ProgramError(ShardingError):
     """A compiled program is written in a form that is not known."""
 
 
+class PropagationError(ShardingError):
+    """Layouts of a program cannot be propagated without devices."""
+
+
 class LockError(ShardingError):
     """A lock is missing, cannot be read, or is of another step."""
 
