@@ -103,14 +103,19 @@ def _take_apart(broadcast: Any) -> None:
         broadcast.results[0].replace_all_uses_with(_reshaped(broadcast, made))
         broadcast.erase()
         return
-    kept = [(n, to) for n, to in zip(given.shape, into, strict=True) if n == made.shape[to]]
-    if len(kept) < len(into):
-        shape = ir.RankedTensorType.get(
-            [n for n, _ in kept], given.element_type, loc=broadcast.location
-        )
-        broadcast.operands[0] = _reshaped(broadcast, shape)
-        dimensions = ir.DenseI64ArrayAttr.get([to for _, to in kept])
-        broadcast.attributes["broadcast_dimensions"] = dimensions
+    lengths = list(made.shape)
+    for n, to in zip(given.shape, into, strict=True):
+        lengths[to] = n
+    if lengths == list(made.shape):
+        return
+    middle = ir.RankedTensorType.get(lengths, made.element_type, loc=broadcast.location)
+    kept = [n for n, (a, b) in enumerate(zip(lengths, made.shape)) if a == b]
+    rest = ir.RankedTensorType.get([lengths[n] for n in kept], made.element_type, loc=broadcast.location)
+    first = ir.Operation.create("stablehlo.broadcast_in_dim", results=[middle], operands=[broadcast.operands[0]],
+        attributes={"broadcast_dimensions": ir.DenseI64ArrayAttr.get(into)}, loc=broadcast.location, ip=ir.InsertionPoint(broadcast)).results[0]
+    broadcast.operands[0] = first
+    broadcast.operands[0] = _reshaped(broadcast, rest)
+    broadcast.attributes["broadcast_dimensions"] = ir.DenseI64ArrayAttr.get(kept)
 
 
 def _reshaped(broadcast: Any, into: Any) -> Any:
