@@ -11,12 +11,13 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from penzai import pz
 
 from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.inspection.step_arrays import StepArray, describe_leaf
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.paths import join_paths, path_text
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
@@ -33,6 +34,20 @@ _AROUND = re.compile(r"^(?:\w+\()+|\)+$")
 _V1_LAYERS = "penzai.deprecated.v1.core.layer"
 
 
+class MarkedLayer(NamedTuple):
+    """A layer that has a mark.
+
+    Attributes:
+        label: Its label.
+        layer: The layer without its arrays.
+        outputs: What it gave while the step was traced, those alike once.
+    """
+
+    label: str
+    layer: Any
+    outputs: dict[StepArray, None]
+
+
 class Layers:
     """The layers of a step: their labels, their marks, and the arrays that they hold.
 
@@ -42,6 +57,7 @@ class Layers:
     Attributes:
         order: The labels in the order of the model.
         is_differentiated: Whether the step computes gradients.
+        marked: The layers, by the numbers of their marks.
 
     >>> layers = Layers()
     >>> up = pz.nn.Linear.from_config("mlp/up", jax.random.key(0), {"a": 2}, {"b": 2})
@@ -55,9 +71,9 @@ class Layers:
     def __init__(self) -> None:
         self.order: list[str] = []
         self.is_differentiated = False
-        # By the place of a layer the number of its mark; by that number its label.
+        self.marked: list[MarkedLayer] = []
+        # By the place of a layer the number of its mark.
         self._numbers: dict[str, int] = {}
-        self._labels: list[str] = []
         self._first_places: dict[str, str] = {}
         self._holders: dict[str, dict[str, None]] = {}
         # Of arrays that no marked layer holds.
@@ -93,13 +109,13 @@ class Layers:
         own = jax.tree.map(lambda x: None if _is_mark(x) else x, marked, is_leaf=_is_mark)
         for leaf in leaves_of({place: own}):
             self._holders.setdefault(join_paths(names[0], leaf.path), {})[label] = None
-        return _Mark(marked, f"pzs_layer_{self._numbers[join_paths(names[0], place)]}")
+        return _Mark(marked, self._numbers[join_paths(names[0], place)], self)
 
     def _add_layer(self, layer: Any, place: str, around: str, argument: str, prefix: str) -> str:
         """The label of a layer, which gets a number unless there is a layer at its place."""
         place = join_paths(argument, place)
         if place in self._numbers:
-            return self._labels[self._numbers[place]]
+            return self.marked[self._numbers[place]].label
         parameters = [leaf.path for leaf in leaves_of(layer) if leaf.role == "parameter"]
         label = join_paths(prefix, _common_path(map(layer_of_array, parameters)))
         first = self._first_places.setdefault(label, place)
@@ -107,8 +123,8 @@ class Layers:
         if label == prefix or not is_in_first:
             name = _WORD_START.sub("_", type(layer).__name__).lower()
             label = join_paths(around, name)
-        self._numbers[place] = len(self._labels)
-        self._labels.append(label)
+        self._numbers[place] = len(self.marked)
+        self.marked.append(MarkedLayer(label, jax.tree.map(lambda _: None, layer), {}))
         if label not in self.order:
             self.order.append(label)
         return label
@@ -147,8 +163,8 @@ class Layers:
         Returns:
             The label of the innermost layer, ``"loss"`` or ``"optimizer"``; None if it says none.
         """
-        if marks := _MARK.findall(op_name):
-            return self._labels[int(marks[-1])]
+        if numbers := self.find_marks(op_name):
+            return self.marked[numbers[-1]].label
         scopes = _read_scopes(op_name)
         if OPTIMIZER in scopes:
             return OPTIMIZER
@@ -156,9 +172,13 @@ class Layers:
             names = scopes[scopes.index(GRADIENT) + 1 :]
             paths = ("/".join(["params", *names[:end]]) for end in range(len(names), 0, -1))
             return next((found[0] for path in paths if (found := self.holders(path))), None)
-        is_loss = LOSS in scopes or (bool(self._labels) and "jvp(" in op_name)
-        group = None if self._labels else self._find_group(scopes)
+        is_loss = LOSS in scopes or (bool(self.marked) and "jvp(" in op_name)
+        group = None if self.marked else self._find_group(scopes)
         return group or (LOSS if is_loss else None)
+
+    def find_marks(self, op_name: str) -> list[int]:
+        """The numbers of the marks in an operation's name, the outermost layer first."""
+        return [int(number) for number in _MARK.findall(op_name)]
 
     def _find_group(self, scopes: Sequence[str]) -> str | None:
         """The one group of arrays that goes by the scopes of an operation.
@@ -242,11 +262,15 @@ class _Mark(WrapperLayer):
     """
 
     body: Any
-    mark_scope: str = dataclasses.field(metadata={"pytree_node": False})
+    mark_number: int = dataclasses.field(metadata={"pytree_node": False})
+    mark_layers: Layers = dataclasses.field(metadata={"pytree_node": False})
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(self.mark_scope):
-            return self.body(*args, **kwargs)
+        with jax.named_scope(f"pzs_layer_{self.mark_number}"):
+            output = self.body(*args, **kwargs)
+        arrays = (describe_leaf(leaf, "outputs") for leaf in leaves_of(output))
+        self.mark_layers.marked[self.mark_number].outputs.update(dict.fromkeys(arrays))
+        return output
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
