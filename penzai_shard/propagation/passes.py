@@ -1,85 +1,111 @@
-"""Runs Shardy's passes on a module, with notes on what went where."""
+"""Runs Shardy's propagation on a module, without devices.
+
+These are the passes that XLA runs, up to the one that propagates. Shardy's options for its own
+developers leave notes behind: which mesh axis went from where to where (edges), and which argument,
+result or constraint it came from at first (origins). Notes change no layout; the tests compare.
+
+Written for and run on jaxlib 0.10.2. https://openxla.org/shardy/propagation
+"""
 
 import re
-from typing import Any
+from typing import Any, NoReturn
 
-import jax
 import jaxlib
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from penzai_shard.errors import Problems, PropagationError
-from penzai_shard.propagation.xla_form import main_block, name_of
+from penzai_shard.errors import Problem, Problems, PropagationError
+from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in
 
 LAID_OUT = "penzai_shard.laid_out"
 """Attribute of an argument that has a layout before propagation."""
-_PROPAGATE = re.compile(r"(.*)(sdy-user-priority-propagate\{[^{}]*\})", re.DOTALL)
+
+_HEADLINE = "layouts cannot be propagated:"
+_PIPELINE = "sdy-propagation-pipeline"
+_PROPAGATE = "sdy-user-priority-propagate"
+# Behind the propagation: how arguments and results are laid out where lengths do not divide.
 _AT_THE_ENDS = (
     "sdy-update-non-divisible-input-output-shardings,sdy-remove-sub-axes-in-input-output-shardings"
 )
 
 
-def propagate(module: Any, *, origins: bool = False, edges: bool = False) -> None:
-    """Propagates layouts through a module, which is changed; its context has to be in force."""
-    problems = Problems("layouts cannot be propagated:")
-    for argument in main_block(module).arguments:
-        if isinstance(argument.type, ir.RankedTensorType) and not argument.type.has_static_shape:
-            problems.add(
-                name_of(argument),
-                f"has an unknown length: {argument.type}",
-                "Lower the step for known shapes.",
-                kind="unknown shape",
-            )
-    problems.raise_if_any(PropagationError)
+def propagate(module: Mlir, *, origins: bool = False, edges: bool = False) -> None:
+    """Lays out all values of a module, which is changed; its context has to be in force.
+
+    Args:
+        module: A module in the form of XLA, see ``xla_form``.
+        origins: Whether Shardy notes where each mesh axis of a layout came from at first.
+        edges: Whether it notes at each operation which mesh axes went from where to where.
+
+    Raises:
+        PropagationError: Shapes are unknown, Shardy refuses the program, or this jaxlib has other
+            passes.
+    """
+    _check_shapes(module)
     _note_layouts(main_block(module).owner)
-    passes = PassManager.parse(_pipeline(origins, edges))
-    passes.enable_verifier(False)  # Shardy refuses its own notes on loops.
+    passes = _make_passes(origins, edges)
     try:
         passes.run(module)
-    except Exception as error:
-        problems.add("", f"Shardy says: {error}", kind="refused")
-        raise PropagationError(problems.headline, problems) from error
+    except ir.MLIRError as error:
+        _refuse(f"Shardy says: {error}", "", "refused", error)
 
 
-def _note_layouts(main: Any) -> None:
-    if "arg_attrs" in main.attributes:
-        given = [
-            dict((a.name, a.attr) for a in _items(each)) for each in main.attributes["arg_attrs"]
-        ]
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(
-            [
-                ir.DictAttr.get(
-                    each | ({LAID_OUT: ir.UnitAttr.get()} if "sdy.sharding" in each else {})
-                )
-                for each in given
-            ]
-        )
-
-
-def _items(attributes: Any) -> list[Any]:
-    return [attributes[n] for n in range(len(attributes))]
-
-
-def _pipeline(origins: bool, edges: bool) -> str:
-    whole = str(PassManager.parse("builtin.module(sdy-propagation-pipeline)"))
-    found = _PROPAGATE.match(whole)
-    if found is None:
-        problems = Problems("layouts cannot be propagated:")
-        problems.add("", f"jaxlib {jaxlib.__version__} has no sdy-user-priority-propagate")
+def _check_shapes(module: Mlir) -> None:
+    """Raises a problem for each argument of an unknown shape, or else for each such operation."""
+    problems = Problems(_HEADLINE)
+    fix = "Lower the function for arguments whose lengths are numbers."
+    arguments = [(value, name_of(value)) for value in main_block(module).arguments]
+    made = [(value, name_of(each)) for each in operations_in(module) for value in each.results]
+    for values in (arguments, made):
+        for value, name in values:
+            kind = value.type
+            if isinstance(kind, ir.ShapedType) and not kind.has_static_shape:
+                problems.add(name, f"is a {kind}", fix, kind="unknown shape")
         problems.raise_if_any(PropagationError)
-        raise AssertionError
-    before, last = (
-        found[1],
-        found[2].replace("keep-sharding-rules=false", "keep-sharding-rules=true"),
-    )
-    if edges:
-        before, last = (
-            t.replace(
-                "debug-propagation-edge-sharding=false", "debug-propagation-edge-sharding=true"
-            )
-            for t in (before, last)
-        )
-    if origins:
-        # Never in sdy-apply-sharding-constraints: there Shardy reads names that it has not given.
-        last = last.replace("debug-sharding-origins=false", "debug-sharding-origins=true")
-    return re.sub(r"sdy-save-module(\{[^{}]*\})?,", "", f"{before}{last},{_AT_THE_ENDS})")
+
+
+def _note_layouts(main: Mlir) -> None:
+    """Marks arguments with a layout: afterwards those that got one have the same attributes."""
+    marked: list[Any] = []
+    for attributes in main.attributes.get("arg_attrs", ()):
+        entries = {each.name: each.attr for each in attributes}
+        if "sdy.sharding" in entries:
+            entries[LAID_OUT] = ir.UnitAttr.get()
+        marked.append(ir.DictAttr.get(entries))
+    if marked:
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(marked)
+
+
+def _make_passes(origins: bool, edges: bool) -> PassManager:
+    try:
+        whole = str(PassManager.parse(f"builtin.module({_PIPELINE})"))
+        before, found, behind = whole.partition(_PROPAGATE)
+        options = behind.partition("}")[0]
+        if not found:
+            raise ValueError(_PROPAGATE)
+        if edges:
+            before = _switch_on(before, "debug-propagation-edge-sharding")
+            options = _switch_on(options, "debug-propagation-edge-sharding")
+        if origins:
+            # Never before: sdy-apply-sharding-constraints puts constraints before a shard_map, and
+            # would read their names, which it has not given them. That ends the process.
+            options = _switch_on(options, "debug-sharding-origins")
+        # sdy-save-module writes files, and cannot be parsed by the name that is printed.
+        before = re.sub(r"sdy-save-module(\{[^{}]*\})?,", "", before)
+        passes = PassManager.parse(f"{before}{_PROPAGATE}{options}}},{_AT_THE_ENDS})")
+    except ValueError as error:
+        what = f"jaxlib {jaxlib.__version__} has other passes than are known: {error}"
+        _refuse(what, "Install jaxlib 0.10.2.", "other jaxlib", error)
+    # It refuses what Shardy notes on loops.
+    passes.enable_verifier(False)
+    return passes
+
+
+def _switch_on(passes: str, option: str) -> str:
+    if f"{option}=false" not in passes:
+        raise ValueError(f"no option {option}")
+    return passes.replace(f"{option}=false", f"{option}=true")
+
+
+def _refuse(what: str, fix: str, kind: str, cause: Exception) -> NoReturn:
+    raise PropagationError(_HEADLINE, [Problem("", what, fix, kind)]) from cause
