@@ -33,7 +33,8 @@ def write_table(report: Report) -> str:
     table = f"<table>{''.join(lines)}</table>" if columns else ""
     hidden = len(report.rows) - _MOST_ROWS
     more = f"<div>and {hidden:,} more rows; print shows them</div>" if hidden > 0 else ""
-    return _section(report, table + more)
+    drawing = "" if report.drawing is None else report.drawing.html()
+    return _section(report, table + more + drawing)
 
 
 def _write_row(tag: str, columns: Sequence[Column], texts: Sequence[str], style: str = "") -> str:
@@ -56,11 +57,12 @@ def _write_node(tree: Tree, node: Node, state: str = "") -> str:
     if quantities := tree.quantities(node):
         line += f' <span style="{tree.shade(node)}">{html.escape(quantities)}</span>'
     line += "".join(f' <span class="quiet">{html.escape(text)}</span>' for text in node.texts)
+    mark = f' id="{node.anchor}"' if node.anchor else ""
     below = [_write_node(tree, child) for child in node.children.values()]
     below += [f'<div class="quiet">{html.escape(detail)}</div>' for detail in node.details]
     if not below:
-        return f"<div>{line}</div>"
-    return f"<details {state}><summary>{line}</summary>{''.join(below)}</details>"
+        return f"<div{mark}>{line}</div>"
+    return f"<details {state}{mark}><summary>{line}</summary>{''.join(below)}</details>"
 
 
 def _section(report: Report, content: str) -> str:

@@ -7,8 +7,8 @@ are folded once, here, so that all views fold them in the same way.
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.paths import fold_paths, group_paths
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 Kind = Literal["path", "text", "detail", "bytes", "count", "seconds", "percent", "ok"]
 # Quantities of these kinds add up over blocks and over what is below a path.
 SUMMED = frozenset({"bytes", "count", "seconds"})
+# A line of text in pieces, each with the style that rich gives it.
+Line = Sequence[tuple[str, str]]
+
+
+class Drawing(Protocol):
+    """What a report shows below its rows. JSON does not have it."""
+
+    def lines(self, width: int) -> Iterable[Line]:
+        """The drawing as text, without control characters, at most so wide."""
+
+    def html(self) -> str:
+        """The drawing as HTML that needs no script and no other file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +145,8 @@ class HasReport:
         from penzai_shard.reports.text import write_lines
 
         width = shutil.get_terminal_size((100, 0)).columns
-        return "\n".join(text for text, _ in write_lines(self.report(), width))
+        lines = write_lines(self.report(), width)
+        return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
     __repr__ = __str__
 
@@ -142,8 +155,8 @@ class HasReport:
 
         from penzai_shard.reports.text import write_lines
 
-        for text, style in write_lines(self.report(), options.max_width):
-            yield Text(text, style)
+        for line in write_lines(self.report(), options.max_width):
+            yield Text.assemble(*line)
 
     def _repr_html_(self) -> str:
         from penzai_shard.reports.html import write_table
@@ -169,6 +182,7 @@ class Report(HasReport):
         wholes: What shares of a column's quantities are shares of, where that is not their sum.
         collapse: Whether the views show equal blocks as one row.
         key: The columns that together name a row; by default the first.
+        drawing: What stands below the rows.
 
     >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
     >>> Report("arrays", "2 arrays", columns, [("block_0/w", 4096), ("block_1/w", 4096)])
@@ -187,6 +201,7 @@ class Report(HasReport):
     wholes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     collapse: bool = True
     key: Sequence[str] = ()
+    drawing: Drawing | None = None
 
     def report(self) -> "Report":
         """This report."""

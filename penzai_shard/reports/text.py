@@ -8,10 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from penzai_shard.reports.quantities import plain_text
-from penzai_shard.reports.report import Column, Report
+from penzai_shard.reports.report import Column, Line, Report
 
-# A line, and how rich colours it.
-Line = tuple[str, str]
 QUANTITIES = frozenset({"bytes", "count", "seconds", "percent"})
 _GAP = "  "
 _INDENT = "    "
@@ -23,21 +21,23 @@ def write_lines(report: Report, width: int) -> Iterator[Line]:
     """The verdict, the rows and the notes, each with the style that rich gives it."""
     report = report.condense()
     style = {None: "bold", True: "bold green", False: "bold red"}[report.ok]
-    yield from ((text, style) for text in wrap(plain_text(report.verdict), width))
+    yield from ([(text, style)] for text in wrap(plain_text(report.verdict), width))
     columns, cells = table_cells(report)
     if columns:
         names = [column.name for column in columns]
         widths = _column_widths(columns, [names, *cells], width)
         if widths:
-            yield from ((line, "bold") for line in _write_row(columns, names, widths, width))
+            yield from ([(line, "bold")] for line in _write_row(columns, names, widths, width))
         for row, texts in zip(report.rows, cells, strict=True):
             style = "red" if is_bad(report, row) else ""
             lines = _write_row(columns, texts, widths, width)
-            yield from ((line, style) for line in lines)
+            yield from ([(line, style)] for line in lines)
             for detail in row_details(report, row):
-                yield from ((line, "") for line in wrap(detail, width, indent=_INDENT))
+                yield from ([(line, "")] for line in wrap(detail, width, indent=_INDENT))
+    if report.drawing is not None:
+        yield from report.drawing.lines(width)
     for note in report.notes:
-        yield from ((line, "") for line in wrap(plain_text(note), width))
+        yield from ([(line, "")] for line in wrap(plain_text(note), width))
 
 
 def table_cells(report: Report) -> tuple[list[Column], list[list[str]]]:

@@ -33,6 +33,7 @@ class Node:
         sums: Quantities of the row and of all that is below, by the column's name.
         is_bad: Whether the row, or one below, says that something is not as it should be.
         children: What is below, by piece.
+        anchor: What links in a page call it; nothing else shows it.
     """
 
     label: str
@@ -42,6 +43,7 @@ class Node:
     sums: dict[str, float] = dataclasses.field(default_factory=dict)
     is_bad: bool = False
     children: dict[str, "Node"] = dataclasses.field(default_factory=dict)
+    anchor: str = ""
 
 
 def make_tree(report: Report) -> "Tree":
@@ -154,7 +156,9 @@ class Tree:
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         title = plain_text(f"{self.report.title}: {self.report.verdict}")
-        notes = list(map(plain_text, self.report.notes))
+        lines = self.report.drawing.lines(100) if self.report.drawing else ()
+        notes = ["".join(text for text, _ in line) for line in lines]
+        notes += map(plain_text, self.report.notes)
         root = dataclasses.replace(self.root, label=title, details=notes)
         return self._part(root, path, is_open=True)
 

@@ -1,0 +1,441 @@
+"""Shows how an array lies over its mesh: which device holds which part.
+
+The parts follow from the shape and the sharding. No data is read and no device is needed, so shapes
+on abstract meshes, deleted arrays and arrays of other processes are drawn like any other.
+"""
+
+import dataclasses
+import functools
+import html
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
+
+from penzai_shard import specs
+from penzai_shard.arrays.kinds import is_traced, itemsize
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.errors import PlanError, Problem, RuleTypeError, ShardingError
+from penzai_shard.meshes import mesh_text
+from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.reports.quantities import bytes_text, plain_text
+from penzai_shard.reports.report import Column, HasReport, Line, Report
+
+# Where a part of one dimension begins, and where it ends; the end is not in it.
+Interval = tuple[int, int]
+
+# More rows or columns than this are not drawn: the first and the last stand for them.
+_MOST_ROWS, _MOST_COLUMNS, _FEWEST_COLUMNS = 32, 16, 3
+# An array of one dimension in more parts than this is drawn as a column, which always fits.
+_MOST_ACROSS = 4
+_MOST_RUNS = 4
+_GAP = "..."
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+# Hues that follow each other are far apart on the wheel: by the golden angle.
+_HUE_STEP = 137.508
+# Transparent tones can be read on light pages and on dark ones.
+_STYLE = """<style>
+.pzs table.parts {border-collapse: separate; border-spacing: 2px; margin: .5em 0}
+.pzs .parts th {font-weight: normal; white-space: nowrap; padding: .2em .6em}
+.pzs .parts th.name {font-weight: bold} .pzs .parts .across {text-align: center !important}
+.pzs .parts td {text-align: center !important; white-space: nowrap; border-radius: 3px;
+padding: .2em .6em; min-width: 2.5em; height: 1.6em}
+</style>"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayPart:
+    """A part of an array, and who holds it.
+
+    Attributes:
+        intervals: Where it begins and ends in each dimension.
+        devices: The ids of the devices that hold it, or their places in an abstract mesh.
+        processes: The processes of these devices; none if the mesh is abstract.
+    """
+
+    intervals: tuple[Interval, ...]
+    devices: tuple[int, ...]
+    processes: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(stop - start for start, stop in self.intervals)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ShardedArray(HasReport):
+    """How an array lies over its devices; ``print`` and notebooks draw it.
+
+    Attributes:
+        path: Its path, ``""`` for one that has none.
+        names: What its dimensions are called: by their logical axes, or ``dimension 0``.
+        shape: Its shape.
+        dtype: Its dtype.
+        sharding: Its sharding.
+        mesh_axes: The mesh axes of each dimension, major first; None where there is no mesh.
+        parts: Its parts, in the order of the data.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    mesh_axes: tuple[tuple[str, ...], ...] | None
+    parts: tuple[ArrayPart, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Size of the largest part."""
+        return max(part.size for part in self.parts) * itemsize(self.dtype)
+
+    def intervals(self, dim: int) -> list[Interval]:
+        """The parts of one dimension, in their order."""
+        return sorted({part.intervals[dim] for part in self.parts})
+
+    def report(self) -> Report:
+        """The dimensions as a table, with a drawing of the parts."""
+        rows = []
+        for dim, length in enumerate(self.shape):
+            count = len(self.intervals(dim))
+            sizes = sorted({stop - start for start, stop in self.intervals(dim)})
+            split = f" = {count} x {sizes[0]:,}"
+            if len(sizes) > 1:
+                split = f" in {count} parts of {sizes[0]:,} to {sizes[-1]:,}"
+            axes = self._axes_text(self.mesh_axes[dim]) if self.mesh_axes else ""
+            rows.append((self.names[dim], f"{length:,}{split * (count > 1)}", axes))
+        parts = [dataclasses.asdict(part) for part in self.parts]
+        facts = {"bytes_per_device": self.bytes_per_device, "parts": parts}
+        # Of an array that is whole, the verdict says all that a table would.
+        names = ("dimension", "length", "mesh axes") if len(self.parts) > 1 else ()
+        rows = rows if names else []
+        columns, notes = [Column(name) for name in names], [*self._notes()]
+        report = Report("Sharding", self._verdict(), columns, rows, notes, facts=facts)
+        return dataclasses.replace(report, drawing=_make_grid(self))
+
+    def _verdict(self) -> str:
+        sizes = [
+            str(length) if name == f"dimension {dim}" else f"{name}={length}"
+            for dim, (name, length) in enumerate(zip(self.names, self.shape, strict=True))
+        ]
+        total, each = math.prod(self.shape) * itemsize(self.dtype), self.bytes_per_device
+        what = f"{self.path}: {self.dtype}" if self.path else str(self.dtype)
+        what += f"[{', '.join(sizes)}], {bytes_text(total)}"
+        holders = len(self.parts[0].devices)
+        if len(self.parts) == 1:
+            return f"{what}: whole on {'one device' if holders == 1 else f'{holders} devices'}"
+        most = "at most " * (len({part.size for part in self.parts}) > 1)
+        held = "one device holds each" if holders == 1 else f"{holders} devices hold each"
+        return f"{what}: {len(self.parts)} parts of {most}{bytes_text(each)}, {held}"
+
+    def _notes(self) -> Iterator[str]:
+        if isinstance(self.sharding, NamedSharding) and self.mesh_axes is not None:
+            mesh, unreduced = self.sharding.mesh, self.sharding.spec.unreduced
+            kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+            manual = {axis for axis in kinds if kinds[axis] is AxisType.Manual}
+            taken = {*manual, *unreduced, *itertools.chain(*self.mesh_axes)}
+            free = {axis for axis in kinds if axis not in taken and mesh.shape[axis] > 1}
+            words = {"replicated": free, "manual": manual, "not summed yet": unreduced}
+            for word in filter(words.get, words):
+                yield f"{word} over {self._axes_text(sorted(words[word]))}"
+            for name, length, axes in zip(self.names, self.shape, self.mesh_axes, strict=True):
+                if length % specs.part_count(axes, mesh.shape):
+                    over = self._axes_text(axes)
+                    what = "JAX refuses this of what goes in and out of a program"
+                    yield f"{name} ({length}) does not divide over {over}: {what}"
+        if self.sharding.memory_kind == "pinned_host":
+            yield "in the memory of the host"
+        is_abstract = not self.parts[0].processes
+        what = "by their places in the mesh" if is_abstract else "by their ids"
+        own = f"; * marks what this process ({jax.process_index()}) holds" * self.is_on_others
+        yield f"in each cell the devices that hold the part, {what}{own}"
+
+    def _axes_text(self, axes: Iterable[str]) -> str:
+        sizes = self.sharding.mesh.shape  # type: ignore[attr-defined]
+        return mesh_text({axis: sizes[axis] for axis in axes})
+
+    @functools.cached_property
+    def is_on_others(self) -> bool:
+        """Whether other processes hold a part."""
+        own = jax.process_index()
+        return any(process != own for part in self.parts for process in part.processes)
+
+
+def show_sharding(array: Any) -> ShardedArray:
+    """Draws which device holds which part of an array.
+
+    Args:
+        array: An array of JAX; a named array, a variable or a layer that holds one; a
+            ``jax.ShapeDtypeStruct`` with a sharding, also on an abstract mesh; or one of
+            ``plan.leaves``. It may be deleted, and may lie on devices of other processes.
+
+    Returns:
+        What ``print``, rich and notebooks draw; its ``parts`` have all intervals and devices.
+
+    Raises:
+        RuleTypeError: There is no array, or there are several.
+        PlanError: Nobody has said yet where the array lies.
+        ShardingError: The sharding is not one of an array of this shape.
+
+    >>> import jax, penzai_shard as pzs
+    >>> mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
+    >>> sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+    >>> print(show_sharding(jax.ShapeDtypeStruct((8, 512), "float32", sharding=sharding)))
+    float32[8, 512], 16.0 KiB: 2 parts of 8.0 KiB, 4 devices hold each
+    dimension    length         mesh axes
+    dimension 0  8
+    dimension 1  512 = 2 x 256  model=2
+    dimension 1    0:256        256:512
+    dimension 0  ┌────────────┬────────────┐
+    0:8          │ 0, 2, 4, 6 │ 1, 3, 5, 7 │
+                 └────────────┴────────────┘
+    replicated over data=4
+    in each cell the devices that hold the part, by their places in the mesh
+    """
+    path, names, shape, dtype, sharding = _read_array(array)
+    axes = None
+    try:
+        if isinstance(sharding, NamedSharding):
+            # A spec that says what is not summed yet cannot be iterated.
+            entries = PartitionSpec(*sharding.spec.partitions)
+            axes = specs.mesh_axes(entries, len(shape))
+            parts = _find_parts(shape, axes, sharding)
+        else:
+            parts = _read_parts(shape, sharding)
+    except ValueError as error:
+        # Most do not divide. What is left to the compiler has no parts yet.
+        raise ShardingError("show_sharding:", [Problem(path, str(error).rstrip("."))]) from error
+    labels = [f"dimension {dim}" if name is None else plain_text(name) for dim, name in names]
+    return ShardedArray(path, tuple(labels), shape, dtype, sharding, axes, parts)
+
+
+def _read_array(array: Any) -> tuple[str, Any, tuple[int, ...], Any, Sharding]:
+    """Path, names by dimension, shape, dtype and sharding of the one array of a value."""
+    called, leaf, value = "show_sharding:", array, array
+    if not isinstance(array, LeafPlan):
+        leaves = [leaf for leaf in leaves_of(array) if leaf.dtype is not None]
+        if len(leaves) != 1:
+            what = f"{type(array).__name__} holds {len(leaves)} arrays, and one is drawn at a time"
+            fix = "Give an array, a struct with a sharding, or one of plan.leaves."
+            raise RuleTypeError(called, [Problem("", what, fix)])
+        leaf, value = leaves[0], leaves[0].value
+    if is_traced(value):
+        what = "it is traced, and the compiler decides later where it lies"
+        fix = "Draw what the compiled function returns, or print jax.typeof(x)."
+        raise PlanError(called, [Problem(leaf.path, what, fix)])
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        what = "nobody has said where it lies"
+        fix = "Place it: place(tree, mesh, rules); or draw make_plan(tree, mesh, rules).leaves[0]."
+        raise PlanError(called, [Problem(leaf.path, what, fix)])
+    names = leaf.names or (None,) * len(leaf.shape)
+    return leaf.path, enumerate(names), tuple(leaf.shape), leaf.dtype, sharding
+
+
+# Parts
+
+
+def _find_parts(
+    shape: tuple[int, ...], axes: Sequence[Sequence[str]], sharding: NamedSharding
+) -> tuple[ArrayPart, ...]:
+    """The parts by mesh and spec; a length that does not divide is split as XLA pads it."""
+    mesh = sharding.mesh
+    # For every place in the mesh its coordinate along each mesh axis.
+    coordinates = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_names), mesh.size)
+    places = dict(zip(mesh.axis_names, coordinates, strict=True))
+    columns = []
+    for length, own in zip(shape, axes, strict=True):
+        step = -(-length // specs.part_count(own, mesh.shape))
+        starts = np.zeros(mesh.size, int)
+        for axis in own:
+            starts = starts * mesh.shape[axis] + places[axis] * step
+        ends = np.minimum(starts + step, length).tolist()
+        columns.append([*zip(np.minimum(starts, length).tolist(), ends, strict=True)])
+    keys = [*zip(*columns, strict=True)] or [()] * mesh.size
+    return _group(keys, range(mesh.size) if isinstance(mesh, AbstractMesh) else mesh.devices.flat)
+
+
+def _read_parts(shape: tuple[int, ...], sharding: Sharding) -> tuple[ArrayPart, ...]:
+    """The parts as JAX says them, of a sharding that has no mesh."""
+    found = sharding.devices_indices_map(shape)
+    keys = [
+        tuple(own.indices(length)[:2] for own, length in zip(index, shape, strict=True))
+        for index in found.values()
+    ]
+    return _group(keys, found)
+
+
+def _group(keys: Iterable[tuple[Interval, ...]], devices: Iterable[Any]) -> tuple[ArrayPart, ...]:
+    """The parts of devices that each hold one; devices of an abstract mesh are numbers."""
+    held: dict[tuple[Interval, ...], list[Any]] = {}
+    for key, device in zip(keys, devices, strict=True):
+        held.setdefault(key, []).append(device)
+    parts = []
+    for key in sorted(held):
+        ids = sorted(getattr(device, "id", device) for device in held[key])
+        processes = {d.process_index for d in held[key] if hasattr(d, "process_index")}
+        parts.append(ArrayPart(key, tuple(ids), tuple(sorted(processes))))
+    return tuple(parts)
+
+
+# The drawing
+
+
+class _Cell(NamedTuple):
+    text: str
+    number: int | None  # Of the part.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """The parts of an array in rows and columns. Rows and columns are intervals by dimension.
+
+    Attributes:
+        array: The array.
+        down: The dimensions that run down.
+        across: The dimension that runs across, if one does.
+        rows: Where each row is.
+        columns: Where each column is.
+        cells: The number of the part in each row and column.
+    """
+
+    array: ShardedArray
+    down: list[int]
+    across: list[int]
+    rows: list[tuple[Interval, ...]]
+    columns: list[tuple[Interval, ...]]
+    cells: dict[tuple[Any, Any], int]
+
+    def lines(self, width: int) -> list[Line]:
+        """The drawing as text, with as many columns as fit the width; three at least."""
+        for most in range(_MOST_COLUMNS, _FEWEST_COLUMNS - 1, -1):
+            lines = self._lines(most)
+            if max(sum(len(text) for text, _ in line) for line in lines) <= width:
+                break
+        return lines
+
+    def _table(self, most_columns: int) -> tuple[list[str], list[list[str]], list[list[_Cell]]]:
+        """The heads of the columns, the labels of the rows, and their cells."""
+        rows, columns = _elide(self.rows, _MOST_ROWS), _elide(self.columns, most_columns)
+        cells = [[self._cell(row, column) for column in columns] for row in rows]
+        return ["".join(label) for label in _labels(columns)], _labels(rows), cells
+
+    def _lines(self, most_columns: int) -> list[Line]:
+        heads, labels, cells = self._table(most_columns)
+        widths = [
+            max(len(head), *(len(row[i].text) for row in cells)) for i, head in enumerate(heads)
+        ]
+        # What stands left of the cells: a column for each dimension that runs down.
+        left = [[self.array.names[dim] for dim in self.down], *labels]
+        sizes = [max(map(len, texts)) + 2 for texts in zip(*left, strict=True)]
+        names, *margins = ["".join(map(str.ljust, texts, sizes)) for texts in left]
+        corner = "".join(self.array.names[dim] for dim in self.across)
+        margin = max(len(names), len(corner) + 2)
+        lines: list[Line] = []
+        if self.across:
+            texts = (f"  {head.ljust(size)} " for head, size in zip(heads, widths, strict=True))
+            lines.append([(corner.ljust(margin), "bold"), ("".join(texts), "")])
+        lines.append([(names.ljust(margin), "bold"), (_border("┌┬┐", widths), "")])
+        for label, row in zip(margins, cells, strict=True):
+            line = [(label.ljust(margin) + "│", "")]
+            for cell, size in zip(row, widths, strict=True):
+                colour = "" if cell.number is None else _COLOURS[cell.number % len(_COLOURS)]
+                line += [(f" {cell.text.ljust(size)} ", colour), ("│", "")]
+            lines.append(line)
+        return [*lines, [(" " * margin + _border("└┴┘", widths), "")]]
+
+    def html(self) -> str:
+        """The drawing as a table."""
+        heads, labels, cells = self._table(_MOST_COLUMNS)
+        names = [f'<th class="name">{html.escape(name)}</th>' for name in self.array.names]
+        # Each row has a cell for each dimension that runs down, and one at least.
+        padding = "<th></th>" * max(len(self.down), 1)
+        lines = ["".join(names[dim] for dim in self.down)]
+        if self.across:
+            texts = "".join(f'<th class="across">{text}</th>' for text in heads)
+            lines.insert(0, names[self.across[0]] + padding.removeprefix("<th></th>") + texts)
+        for label, row in zip(labels, cells, strict=True):
+            line = "".join(f"<th>{text}</th>" for text in label) or padding
+            for cell in row:
+                style = ""
+                if cell.number is not None:
+                    hue = round(cell.number * _HUE_STEP % 360)
+                    style = f' style="background: hsla({hue}, 65%, 50%, 0.28)"'
+                line += f"<td{style}>{cell.text}</td>"
+            lines.append(line)
+        return f'{_STYLE}<table class="parts"><tr>{"</tr><tr>".join(lines)}</tr></table>'
+
+    def _cell(self, row: Any, column: Any) -> _Cell:
+        """Who holds the part in a row and a column."""
+        number = self.cells.get((row, column))
+        if number is None:
+            return _Cell(_GAP if None in (row, column) else "", None)
+        part = self.array.parts[number]
+        text = _runs(part.devices)
+        if self.array.is_on_others:
+            text += f" (process {_runs(part.processes)})"
+            text += " *" * (jax.process_index() in part.processes)
+        return _Cell(text, number)
+
+
+def _make_grid(array: ShardedArray) -> _Grid:
+    """Lets the last dimension that is split run across, and the others down."""
+    dims = range(len(array.shape))
+    split = [dim for dim in dims if len(array.intervals(dim)) > 1]
+    # A matrix is drawn as one, whichever of its dimensions are split.
+    whole = [dim for dim in reversed(dims) if dim not in split]
+    drawn = sorted([*split, *whole[: max(2 - len(split), 0)]])
+    is_long = len(drawn) == 1 and len(array.intervals(drawn[0])) > _MOST_ACROSS
+    down, across = (drawn, []) if is_long else (drawn[:-1], drawn[-1:])
+
+    def keys(own: list[int]) -> list[tuple[Interval, ...]]:
+        return list(itertools.product(*map(array.intervals, own)))
+
+    def place(part: ArrayPart, own: list[int]) -> tuple[Interval, ...]:
+        return tuple(part.intervals[dim] for dim in own)
+
+    cells = {(place(part, down), place(part, across)): i for i, part in enumerate(array.parts)}
+    return _Grid(array, down, across, keys(down), keys(across), cells)
+
+
+def _elide(keys: Sequence[Any], most: int) -> list[Any]:
+    """The first and the last of many, with None for those between."""
+    if len(keys) <= most:
+        return list(keys)
+    first = most // 2
+    return [*keys[:first], None, *keys[len(keys) - (most - first - 1) :]]
+
+
+def _labels(keys: Sequence[Any]) -> list[list[str]]:
+    """The intervals of rows or columns as text, empty where they are those of the one before."""
+    labels, before = [], ()
+    for key in keys:
+        if key is None:
+            labels.append([_GAP] * len(before))
+            continue
+        same = [a == b for a, b in zip(key, before or (None,) * len(key), strict=True)]
+        # An outer interval that is new is written with all that follow it.
+        shown = [not all(same[: dim + 1]) for dim in range(len(key))]
+        texts = (f"{start}:{stop}" for start, stop in key)
+        labels.append([text * is_new for text, is_new in zip(texts, shown, strict=True)])
+        before = key
+    return labels
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Numbers in their order, with those without a gap by their ends: ``0-3, 8``."""
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in groups]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(texts) > _MOST_RUNS:
+        texts = [*texts[:2], _GAP, texts[-1]]
+    return ", ".join(texts)
+
+
+def _border(corners: str, widths: Sequence[int]) -> str:
+    return corners[0] + corners[1].join("─" * (size + 2) for size in widths) + corners[2]
