@@ -1,11 +1,25 @@
-"""Shardy's propagation run without devices, and its program as one list of operations.
+"""Reads a propagated program as one list of operations on numbered values.
 
-Calls, loops, branches and manual computations are laid open: what they hand on is a FLOW operation.
+A lowered program is a tree: loops, branches and bodies of ``shard_map`` hold blocks of operations,
+and a value has another name on each side of a border. Shardy puts a *data flow edge* on each value
+that crosses one, and propagates along it as along an operation that changes nothing. So here it is
+one: an operation of the kind ``FLOW``, from all values that may come in to the one that goes on.
+
+- A ``shard_map``: what goes in, and what comes out, is one FLOW each, with the layout that is fixed
+  there as its ``pin``. The values inside are parts; their layouts lack the manual mesh axes.
+- A loop: a value that it carries is one value, inside and behind it. Its FLOW, behind the loop's
+  operations, takes what the loop starts with and what its body returns.
+- A branch: the FLOW takes what each branch returns. An optimization barrier is a FLOW too.
+- A result of the program is a FLOW from what is returned to the layout that it has outside.
+
+An ``Edge`` says that at an operation a mesh axis went from one value, operand or result, to others.
+Following the earliest edges back from a value leads to where its mesh axes come from.
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,26 +27,34 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from penzai_shard.propagation.passes import LAID_OUT, propagate
-from penzai_shard.propagation.xla_form import ORDER, main_block, to_xla_form
+from penzai_shard.propagation.xla_form import ORDER, Mlir, main_block, name_of, to_xla_form
 
 FLOW = "flow"
-_LAST = 1 << 62
-_REGIONS = (
-    "sdy.named_computation",
-    "sdy.manual_computation",
-    "stablehlo.while",
-    "stablehlo.case",
-    "stablehlo.if",
-)
+"""The kind of an operation that only hands a value on, over the border of a region."""
+
+# One tuple of mesh axes per dimension; parts of a mesh axis are written as "data:(1)2".
+Spec = tuple[tuple[str, ...], ...]
+
+# Steps of edges at the program's results: before and after all others.
+_FIRST, _LAST = -1, 1 << 62
+_TERMINATORS = ("func.return", "sdy.return", "stablehlo.return")
+_MANUAL, _LOOP = "sdy.manual_computation", "stablehlo.while"
+_BRANCHES = ("stablehlo.case", "stablehlo.if")
 _STEP = re.compile(r"step-(\d+) = \[(.*?\})\]\}")
 _EDGE = re.compile(r'"([^"]+)"(\S*) = (operand|result)-(\d+) -> \[([^]]*)\]')
 _PLACE = re.compile(r"(operand|result)-(\d+)")
-Spec = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array of a propagated program: spec is None without any layout."""
+    """An array of a propagated program.
+
+    Attributes:
+        spec: Mesh axes of each dimension, ``None`` if there is no layout at all.
+        is_open: For each dimension, whether propagation might have added mesh axes.
+        origins: For each mesh axis Shardy's name of what it came from at first; ``"self"`` if that
+            is the value's own layout.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,7 +64,16 @@ class Value:
 
 
 class Rule(NamedTuple):
-    """Which dimensions of an operation belong together: each dimension's factors, by number."""
+    """Which dimensions of an operation belong together: each dimension's factors, by number.
+
+    Attributes:
+        sizes: Length of each factor.
+        operands: For each operand, for each of its dimensions, the factors that it is made of.
+        results: The same for each result.
+        reduced: Factors that are summed or the like, so that no result has them.
+        replicated: Factors that devices need whole.
+        blocked: Factors along which nothing is propagated.
+    """
 
     sizes: tuple[int, ...]
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -62,7 +93,11 @@ class Edge(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A layout that is fixed: by a constraint, at the border of a shard_map, or of a result."""
+    """A layout that is fixed: ``"constraint"``, ``"region"`` or ``"result of region"``.
+
+    The latter two are what goes into a ``shard_map``, and what comes out. ``origin`` is the name by
+    which ``Value.origins`` knows it.
+    """
 
     kind: str
     origin: str
@@ -71,7 +106,16 @@ class Pin(NamedTuple):
 
 @dataclasses.dataclass
 class Operation:
-    """One operation; values go by their numbers."""
+    """One operation; values go by their numbers.
+
+    Attributes:
+        name: JAX's name, as compiled programs have it.
+        location: MLIR's location, with the lines of the user's code if JAX wrote them.
+        rule: ``None`` if Shardy propagates nothing through it.
+        times: How often it runs: the product of the turns of loops around it, ``None`` if one of
+            them is unknown. Of branches each one counts.
+        order: Its place in the program that JAX wrote; the list is in XLA's order.
+    """
 
     number: int
     kind: str
@@ -88,7 +132,14 @@ class Operation:
 
 @dataclasses.dataclass
 class Propagated:
-    """A program after propagation."""
+    """A program after propagation.
+
+    Attributes:
+        arguments: The values that are the program's arguments, in its order.
+        laid_out: Those of them that had a layout before.
+        results: The values that are its results, in its order.
+        mesh: The size of each mesh axis.
+    """
 
     values: list[Value]
     operations: list[Operation]
@@ -101,8 +152,25 @@ class Propagated:
 def propagate_lowered(
     lowered: jax.stages.Lowered, *, origins: bool = True, edges: bool = True
 ) -> Propagated:
-    """Propagates the layouts of a lowered program, without any device."""
-    module = lowered.compiler_ir("stablehlo")
+    """Propagates the layouts of a lowered program as XLA will, without any device.
+
+    Args:
+        lowered: What ``jax.jit(f).lower(...)`` returns; it is left as it is.
+        origins: Whether values say what each of their mesh axes came from at first.
+        edges: Whether operations say which mesh axes went from where to where.
+
+    Raises:
+        PropagationError: See ``passes.propagate``.
+
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    >>> rows = jax.NamedSharding(mesh, jax.P("data"))
+    >>> x = jax.ShapeDtypeStruct((8, 2), "float32", sharding=rows)
+    >>> traced = jax.jit(lambda x: x.T).trace(x)
+    >>> program = propagate_lowered(traced.lower(lowering_platforms=("cpu",)))
+    >>> program.values[program.results[0]].spec
+    ((), ('data',))
+    """
+    module: Mlir = lowered.compiler_ir("stablehlo")
     with module.context:
         copied = module.operation.clone().operation
         to_xla_form(copied)
@@ -110,336 +178,365 @@ def propagate_lowered(
         return read(copied)
 
 
-def read(module: Any) -> Propagated:
-    """The operations of a propagated module."""
+def read(module: Mlir) -> Propagated:
+    """Reads a module after ``passes.propagate``; its context has to be in force."""
     return _Reader().read(module)
 
 
+class _Flow(NamedTuple):
+    """What comes in where Shardy puts a data flow edge, in its order, and what is pinned there."""
+
+    sources: tuple[int, ...]
+    pin: Pin | None = None
+
+
+class _Around(NamedTuple):
+    """What a block stands in: the name of the ``shard_map``, and how often the block runs."""
+
+    name: str = ""
+    times: int | None = 1
+
+
 class _Reader:
-    """Reads a module: each value gets a number, attributes are read once."""
+    """Numbers values as it meets them; reads equal attributes once."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
-        self._numbers: dict[Any, int] = {}
-        self._sources: dict[Any, list[Any]] = {}  # Of what a region takes or gives: what comes in.
-        self._pins: dict[Any, Pin] = {}
-        self._seen: dict[Any, Any] = {}
+        self._numbers: dict[Mlir, int] = {}
+        self._flows: dict[Mlir, _Flow] = {}
+        self._cache: dict[Any, Any] = {}
+        self._order = 0
 
-    def read(self, module: Any) -> Propagated:
+    def read(self, module: Mlir) -> Propagated:
         mesh: dict[str, int] = {}
         for each in module.regions[0].blocks[0].operations:
             if each.operation.name == "sdy.mesh":
                 axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(each.operation.attributes["mesh"]).axes)
                 mesh |= {axis.name: axis.size for axis in axes}
         block = main_block(module)
-        main = block.owner
-        given = _dictionaries(main, "arg_attrs", len(block.arguments))
-        laid_out = frozenset(n for n, each in enumerate(given) if LAID_OUT in each)
-        arguments: list[int] = []
-        for value, attributes in zip(
-            block.arguments, _dictionaries(main, "arg_attrs", len(block.arguments)), strict=True
-        ):
-            arguments.append(
-                self._add(
-                    value,
-                    _get(attributes, "sdy.sharding"),
-                    _get(attributes, "sdy.sharding_origins"),
-                )
-            )
-        self._block(block)
-        self._connect()
-        returned = list(list(block.operations)[-1].operation.operands)
-        results = []
-        for n, (value, attributes) in enumerate(
-            zip(returned, _dictionaries(main, "res_attrs", len(returned)), strict=True)
-        ):
-            results.append(self._result(n, value, attributes))
+        given = _entries(block.owner, "arg_attrs", len(block.arguments))
+        arguments = [
+            self._add(value, entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
+            for value, entry in zip(block.arguments, given, strict=True)
+        ]
+        laid_out = frozenset(
+            n for n, entry in zip(arguments, given, strict=True) if LAID_OUT in entry
+        )
+        returned = self._read_block(block, _Around())
+        asked = _entries(block.owner, "res_attrs", len(returned))
+        types = [value.type for value in block.operations[-1].operands]
+        results = [
+            self._read_result(position, *each)
+            for position, each in enumerate(zip(returned, types, asked, strict=True))
+        ]
         return Propagated(self.values, self.operations, arguments, laid_out, results, mesh)
 
-    def _result(self, n: int, value: Any, attributes: Any) -> int:
-        """A result of the program: what is returned, in the layout that was asked for."""
-        inside = self._numbers[value]
-        number = len(self.values)
-        sharding = _get(attributes, "sdy.sharding")
-        self.values.append(
-            self._value(value.type, sharding, _get(attributes, "sdy.sharding_origins"), 0)
-        )
-        here, handed = self.values[number], self.values[inside]
-        edges = []
-        for axis in (a for axes in here.spec or () for a in axes):
+    def _read_result(
+        self, position: int, inside: int, kind: Mlir, entry: Mapping[str, Mlir]
+    ) -> int:
+        """A result of the program is a value of its own, in the layout that it has outside."""
+        sharding, origins = entry.get("sdy.sharding"), entry.get("sdy.sharding_origins")
+        number = self._add_typed(kind, sharding, origins)
+        here, handed, edges = self.values[number], self.values[inside], []
+        # Edges that Shardy notes at results are of other operations; its origins tell enough.
+        for axis in itertools.chain.from_iterable(here.spec or ()):
             if here.origins.get(axis) != "self":
                 edges.append(Edge(_LAST, axis, inside, (number,)))
-            elif handed.origins.get(axis) == f"output: {n}":
-                edges.append(Edge(-1, axis, number, (inside,)))
-        self._operation(
-            FLOW, "", None, (inside,), (number,), self._same_rule(number, 1), tuple(edges)
-        )
+            elif handed.origins.get(axis) == f"output: {position}":
+                edges.append(Edge(_FIRST, axis, number, (inside,)))
+        self._emit_flow(_Flow((inside,)), number, tuple(edges), _Around())
         return number
 
-    def _operation(
-        self,
-        kind: str,
-        name: str,
-        location: Any,
-        operands: Any,
-        results: Any,
-        rule: Any,
-        edges: Any,
-        pin: Any = None,
-    ) -> None:
-        self.operations.append(
-            Operation(
-                len(self.operations), kind, name, location, operands, results, rule, edges, pin
-            )
-        )
+    # Values
 
-    def _same_rule(self, value: int, count: int) -> Rule:
-        shape = self.values[value].shape
-        dims = tuple((i,) for i in range(len(shape)))
-        return Rule(shape, (dims,) * count, (dims,))
-
-    def _add(self, value: Any, sharding: Any, origins: Any = None, n: int = 0) -> int:
-        self._numbers[value] = len(self.values)
-        self.values.append(self._value(value.type, sharding, origins, n))
+    def _add(self, value: Mlir, sharding: Mlir = None, origins: Mlir = None) -> int:
+        self._numbers[value] = self._add_typed(value.type, sharding, origins)
         return self._numbers[value]
 
-    def _value(self, kind: Any, sharding: Any, origins: Any, n: int) -> Value:
-        shape, dtype = self._once(_shape_and_dtype, kind)
-        if isinstance(origins, ir.ArrayAttr):
-            origins = origins[n]
-        said = self._once(_origins, origins) if origins is not None else {}
-        if sharding is None:
-            return Value(shape, dtype, None, (True,) * len(shape), said)
-        spec, is_open = self._once(_spec, sharding)
-        missing = len(shape) - len(spec)
-        return Value(shape, dtype, (*spec, *[()] * missing), (*is_open, *[False] * missing), said)
+    def _add_typed(self, kind: Mlir, sharding: Mlir, origins: Mlir) -> int:
+        shape, dtype = self._once(_read_type, kind)
+        names = {} if origins is None else self._once(_read_origins, origins)
+        spec, is_open = None, (True,) * len(shape)
+        if sharding is not None:
+            spec, is_open = self._once(_read_spec, sharding)
+        self.values.append(Value(shape, dtype, spec, is_open, names))
+        return len(self.values) - 1
 
-    def _once(self, read: Callable[[Any], Any], attribute: Any) -> Any:
+    def _once(self, read: Callable[[Mlir], Any], attribute: Mlir) -> Any:
         key = (read, attribute)
-        if key not in self._seen:
-            self._seen[key] = read(attribute)
-        return self._seen[key]
+        if key not in self._cache:
+            self._cache[key] = read(attribute)
+        return self._cache[key]
 
-    def _block(self, block: Any, around: str = "") -> None:
+    def _read_operands(self, operation: Mlir) -> tuple[int, ...]:
+        return tuple(self._numbers[value] for value in operation.operands)
+
+    # Blocks
+
+    def _read_block(self, block: Mlir, around: _Around) -> tuple[int, ...]:
+        """Reads all operations of a block; the numbers of what it returns."""
         for each in block.operations:
-            operation = each.operation
-            name = "/".join(filter(None, (around, _name(operation.location))))
-            kind, attributes = operation.name, operation.attributes
-            if kind in ("sdy.return", "func.return", "stablehlo.return"):
-                continue
-            shardings = _shardings(attributes)
-            origins = _get(attributes, "sdy.sharding_origins")
-            for n, value in enumerate(operation.results):
-                if value not in self._numbers:
-                    self._add(value, shardings[n] if n < len(shardings) else None, origins, n)
-            if (
-                kind == "stablehlo.optimization_barrier"
-            ):  # Shardy puts an edge behind each of its results.
-                self._sources |= {
-                    r: [o] for r, o in zip(operation.results, operation.operands, strict=True)
-                }
-                continue
-            if kind in _REGIONS:
-                self._region(
-                    operation,
-                    name if kind in ("sdy.named_computation", "sdy.manual_computation") else around,
-                )
-                continue
-            if kind == "sdy.data_flow_edge":  # Its operands are known once its region is read.
-                (value,) = operation.results
-                self._operation(
-                    FLOW,
-                    name,
-                    operation.location,
-                    operation.operands[0],
-                    (self._numbers[value],),
-                    None,
-                    self._text_edges(attributes),
-                    self._pins.get(operation.operands[0]),
-                )
-                continue
-            operands = tuple(self._numbers[self._root(value)] for value in operation.operands)
-            results = tuple(self._numbers[value] for value in operation.results)
-            pin = None
-            if kind == "sdy.sharding_constraint":
-                pin = Pin(
-                    "constraint",
-                    _text(attributes, "sdy.sharding_origin_name"),
-                    self.values[results[0]].spec or (),
-                )
-            rule = (
-                self._once(_rule, attributes["sdy.sharding_rule"])
-                if "sdy.sharding_rule" in attributes
-                else None
-            )
-            edges = tuple(_edges(self._text_edges(attributes), operands, results))
-            self._operation(kind, name, operation.location, operands, results, rule, edges, pin)
+            operation, kind = each.operation, each.operation.name
+            if (order := operation.attributes.get(ORDER)) is not None:
+                # What Shardy adds counts as what it stands behind.
+                self._order = ir.IntegerAttr(order).value
+            if kind == "sdy.data_flow_edge":
+                self._read_edge(operation, around)
+            elif kind == _MANUAL:
+                self._read_manual(operation, around)
+            elif kind == _LOOP:
+                self._read_loop(operation, around)
+            elif kind in _BRANCHES:
+                returned = [self._read_block(r.blocks[0], around) for r in operation.regions]
+                self._hand_on(operation.results, zip(*returned, strict=True))
+            elif kind == "stablehlo.optimization_barrier":
+                self._hand_on(operation.results, zip(self._read_operands(operation)))
+            elif kind not in _TERMINATORS:
+                self._read_operation(operation, around)
+        return self._read_operands(block.operations[-1].operation)
 
-    def _text_edges(self, attributes: Any) -> str:
-        return (
-            str(attributes["sdy.propagation_edges"])
-            if "sdy.propagation_edges" in attributes
-            else ""
+    def _hand_on(
+        self,
+        values: Iterable[Mlir],
+        sources: Iterable[tuple[int, ...]],
+        pins: Iterable[Pin | None] = itertools.repeat(None),
+    ) -> None:
+        """Notes what comes in at values. An edge is behind each but for tokens and the like."""
+        for value, numbers, pin in zip(values, sources, pins, strict=False):
+            self._flows[value] = _Flow(numbers, pin)
+            self._numbers[value] = numbers[0]
+
+    def _read_manual(self, operation: Mlir, around: _Around) -> None:
+        """A ``shard_map``: layouts are fixed at its border, whatever is propagated inside."""
+        attributes, (block,) = operation.attributes, operation.regions[0].blocks
+        name = _read_text(attributes, "sdy.sharding_origin_name")
+        into, out = (
+            [
+                Pin(kind, f"{name}_{side}: {n}", self._once(_read_spec, sharding)[0])
+                for n, sharding in enumerate(
+                    sdy.TensorShardingPerValueAttr(attributes[key]).shardings
+                )
+            ]
+            for kind, side, key in (
+                ("region", "input", "in_shardings"),
+                ("result of region", "output", "out_shardings"),
+            )
+        )
+        self._hand_on(block.arguments, zip(self._read_operands(operation)), into)
+        inside = around._replace(name=_join(around.name, name_of(operation)))
+        self._hand_on(operation.results, zip(self._read_block(block, inside)), out)
+
+    def _read_loop(self, loop: Mlir, around: _Around) -> None:
+        """What a loop carries is the value of the edge behind it, in its blocks too."""
+        blocks, start = [region.blocks[0] for region in loop.regions], self._read_operands(loop)
+        for n, value in enumerate(loop.results):
+            users = (use.owner.operation for use in value.uses)
+            edge = next((each for each in users if each.name == "sdy.data_flow_edge"), None)
+            number = start[n] if edge is None else self._add_result(edge)
+            for block in blocks:
+                self._numbers[block.arguments[n]] = number
+        turns = _count_turns(loop)
+        times = None if turns is None or around.times is None else turns * around.times
+        # The condition runs once more than the body, which matters to nobody.
+        _, returned = [self._read_block(each, around._replace(times=times)) for each in blocks]
+        self._hand_on(loop.results, zip(start, returned, strict=True))
+
+    # Operations
+
+    def _add_result(self, edge: Mlir) -> int:
+        attributes = edge.attributes
+        return self._add(
+            edge.results[0], attributes.get("sharding"), attributes.get("sdy.sharding_origins")
         )
 
-    def _root(self, value: Any) -> Any:
-        """A value that a loop's block only hands on stands for what is behind the loop's edge."""
-        while value not in self._numbers:
-            value = self._sources[value][0]
-        return value
+    def _read_edge(self, edge: Mlir, around: _Around) -> None:
+        (source,), (result,) = edge.operands, edge.results
+        if result not in self._numbers:
+            self._add_result(edge)
+        # An edge at the entry of a shard_map has the name of this again.
+        name = "" if isinstance(source.owner, ir.Block) else name_of(edge)
+        flow, number = self._flows[source], self._numbers[result]
+        # Shardy counts each way in, and all that a loop carries as results.
+        edges = _read_edges(edge.attributes, flow.sources, (number,))
+        self._emit_flow(flow, number, edges, around, name, edge.location)
 
-    def _region(self, operation: Any, around: str) -> None:
-        """Notes what goes into a region's blocks and comes out of them, and reads these."""
+    def _emit_flow(
+        self,
+        flow: _Flow,
+        result: int,
+        edges: tuple[Edge, ...],
+        around: _Around,
+        name: str = "",
+        location: Mlir = None,
+    ) -> None:
+        operands = tuple(dict.fromkeys(flow.sources))
+        shape = self.values[result].shape
+        dims = tuple((dim,) for dim in range(len(shape)))
+        self._emit(
+            kind=FLOW,
+            name=_join(around.name, name),
+            location=location,
+            operands=operands,
+            results=(result,),
+            rule=Rule(shape, (dims,) * len(operands), (dims,)),
+            edges=edges,
+            pin=flow.pin,
+            times=around.times,
+        )
+
+    def _read_operation(self, operation: Mlir, around: _Around) -> None:
         kind, attributes = operation.name, operation.attributes
-        blocks = [block for region in operation.regions for block in region.blocks]
-        name = _text(attributes, "sdy.sharding_origin_name")
-        for block in blocks:
-            for n, value in enumerate(block.arguments):
-                source = operation.operands[n]
-                if kind == "stablehlo.while":
-                    # The loop's edges are behind it, and its own values are what these give.
-                    edge = next(
-                        (
-                            u.owner.operation
-                            for u in operation.results[n].uses
-                            if u.owner.operation.name == "sdy.data_flow_edge"
-                        ),
-                        None,
-                    )
-                    self._sources[value] = [edge.results[0] if edge else operation.results[n]]
-                    if edge is not None and edge.results[0] not in self._numbers:
-                        self._add(
-                            edge.results[0],
-                            _get(edge.attributes, "sharding"),
-                            _get(edge.attributes, "sdy.sharding_origins"),
-                        )
-                    self._numbers[value] = self._numbers[self._sources[value][0]]
-                    self._sources[operation.results[n]] = [
-                        source
-                    ]  # Behind it what the body returns: Shardy counts so.
-                else:
-                    self._sources[value] = [source]
-                    self._add(value, None)
-                    if kind == "sdy.manual_computation":
-                        self._pins[value] = Pin(
-                            "region",
-                            f"{name}_input: {n}",
-                            self._border(attributes, "in_shardings", n),
-                        )
-        for block in blocks:
-            self._block(block, around)
-            returned = list(block.operations)[-1].operation
-            for n, value in enumerate(operation.results):
-                if n < len(returned.operands) and not (
-                    kind == "stablehlo.while" and block is blocks[0]
-                ):
-                    self._sources.setdefault(value, []).append(returned.operands[n])
-                    if kind == "sdy.manual_computation":
-                        self._pins[value] = Pin(
-                            "result of region",
-                            f"{name}_output: {n}",
-                            self._border(attributes, "out_shardings", n),
-                        )
+        if "sdy.sharding" in attributes:
+            shardings = sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
+        else:  # Operations of Shardy have one result.
+            shardings = [attributes.get("sharding")] * len(operation.results)
+        origins = attributes.get("sdy.sharding_origins")
+        several = origins if isinstance(origins, ir.ArrayAttr) else [origins] * len(shardings)
+        operands = self._read_operands(operation)
+        results = tuple(map(self._add, operation.results, shardings, several))
+        pin, rule = None, attributes.get("sdy.sharding_rule")
+        if kind == "sdy.sharding_constraint":
+            name = _read_text(attributes, "sdy.sharding_origin_name")
+            pin = Pin("constraint", name, self.values[results[0]].spec or ())
+        self._emit(
+            kind=kind,
+            name=_join(around.name, name_of(operation)),
+            location=operation.location,
+            operands=operands,
+            results=results,
+            rule=None if rule is None else self._once(_read_rule, rule),
+            edges=_read_edges(attributes, operands, results),
+            pin=pin,
+            times=around.times,
+        )
 
-    def _border(self, attributes: Any, which: str, n: int) -> Spec:
-        return self._once(_spec, sdy.TensorShardingPerValueAttr(attributes[which]).shardings[n])[0]
-
-    def _connect(self) -> None:
-        """Gives FLOW operations the numbers of all that may come in."""
-        for each in self.operations:
-            if each.kind == FLOW and not isinstance(each.operands, tuple):
-                value = each.operands
-                sources = [self._root(s) for s in self._sources.get(value, [])] or [value]
-                each.operands = tuple(dict.fromkeys(self._numbers[source] for source in sources))
-                each.rule = self._same_rule(each.results[0], len(each.operands))
-                each.edges = tuple(
-                    _edges(each.edges, tuple(self._numbers[s] for s in sources), each.results)
-                )
+    def _emit(self, **fields: Any) -> None:
+        number = len(self.operations)
+        self.operations.append(Operation(number, order=self._order, **fields))
 
 
-def _edges(text: str, operands: tuple[int, ...], results: tuple[int, ...]) -> Iterator[Edge]:
-    def place(kind: str, number: str) -> int | None:
-        values = operands if kind == "operand" else results
-        return values[int(number)] if int(number) < len(values) else None
-
-    for step, edges in _STEP.findall(text):
-        for mesh_axis, part, kind, number, targets in _EDGE.findall(edges):
-            source = place(kind, number)
-            into = tuple(t for k, n in _PLACE.findall(targets) if (t := place(k, n)) is not None)
-            if source is not None:
-                yield Edge(int(step), mesh_axis + part, source, into)
+# Attributes
 
 
-def _get(attributes: Any, name: str) -> Any:
-    return attributes[name] if name in attributes else None
+def _read_edges(
+    attributes: Mapping[str, Mlir], operands: Sequence[int], results: Sequence[int]
+) -> tuple[Edge, ...]:
+    """The edges that Shardy notes at an operation; jaxlib has no other access than their text."""
+    noted = attributes.get("sdy.propagation_edges")
+    sides, found = {"operand": operands, "result": results}, []
+    for step, edges in _STEP.findall("" if noted is None else str(noted)):
+        for mesh_axis, part, side, position, targets in _EDGE.findall(edges):
+            source = sides[side][int(position)]
+            into = tuple(sides[to][int(n)] for to, n in _PLACE.findall(targets))
+            found.append(Edge(int(step), mesh_axis + part, source, into))
+    return tuple(found)
 
 
-def _shardings(attributes: Any) -> list[Any]:
-    for name in ("sdy.sharding", "out_shardings"):
-        if name in attributes:
-            return list(sdy.TensorShardingPerValueAttr(attributes[name]).shardings)
-    return [attributes["sharding"]] if "sharding" in attributes else []
-
-
-def _shape_and_dtype(kind: Any) -> tuple[tuple[int, ...], str]:
+def _read_type(kind: Mlir) -> tuple[tuple[int, ...], str]:
     if not isinstance(kind, ir.RankedTensorType):
         return (), str(kind)
     return tuple(kind.shape), str(kind.element_type)
 
 
-def _spec(sharding: Any) -> tuple[Spec, tuple[bool, ...]]:
-    dims = [
-        sdy.DimensionShardingAttr(d) for d in sdy.TensorShardingAttr(sharding).dimension_shardings
-    ]
-    return tuple(tuple(map(_axis, d.axes)) for d in dims), tuple(not d.is_closed for d in dims)
+def _read_spec(sharding: Mlir) -> tuple[Spec, tuple[bool, ...]]:
+    given = sdy.TensorShardingAttr(sharding).dimension_shardings
+    dims = [sdy.DimensionShardingAttr(each) for each in given]
+    spec = tuple(tuple(_axis_text(axis) for axis in each.axes) for each in dims)
+    return spec, tuple(not each.is_closed for each in dims)
 
 
-def _axis(axis: Any) -> str:
-    axis = sdy.AxisRefAttr(axis)
-    if axis.sub_axis_info is None:
-        return str(axis.name)
-    part = sdy.SubAxisInfoAttr(axis.sub_axis_info)
-    return f"{axis.name}:({part.pre_size}){part.size}"
+def _axis_text(axis: Mlir) -> str:
+    reference = sdy.AxisRefAttr(axis)
+    if reference.sub_axis_info is None:
+        return str(reference.name)
+    part = sdy.SubAxisInfoAttr(reference.sub_axis_info)
+    return f"{reference.name}:({part.pre_size}){part.size}"
 
 
-def _rule(attribute: Any) -> Rule:
+def _read_rule(attribute: Mlir) -> Rule:
     rule = sdy.OpShardingRuleAttr(attribute)
-
-    def mappings(of: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        return tuple(
+    operands, results = (
+        tuple(
             tuple(
-                tuple(sdy.DimMappingAttr(d).factor_indices)
-                for d in sdy.TensorMappingAttr(m).dim_mappings
+                tuple(sdy.DimMappingAttr(dim).factor_indices)
+                for dim in sdy.TensorMappingAttr(mapping).dim_mappings
             )
-            for m in of
+            for mapping in mappings
         )
-
-    whole = frozenset(rule.need_replication_factors) | frozenset(rule.permutation_factors)
+        for mappings in (rule.operand_mappings, rule.result_mappings)
+    )
     return Rule(
-        tuple(rule.factor_sizes),
-        mappings(rule.operand_mappings),
-        mappings(rule.result_mappings),
-        frozenset(rule.reduction_factors),
-        whole,
-        frozenset(rule.blocked_propagation_factors),
+        sizes=tuple(rule.factor_sizes),
+        operands=operands,
+        results=results,
+        reduced=frozenset(rule.reduction_factors),
+        replicated=frozenset([*rule.need_replication_factors, *rule.permutation_factors]),
+        blocked=frozenset(rule.blocked_propagation_factors),
     )
 
 
-def _origins(dictionary: Any) -> dict[str, str]:
-    keys = [str(dictionary[i].name).strip('"') for i in range(len(dictionary))]
-    return {key: ir.StringAttr(dictionary[key]).value for key in keys}
+def _read_origins(entries: Mlir) -> dict[str, str]:
+    return {each.name: ir.StringAttr(each.attr).value for each in entries}
 
 
-def _dictionaries(operation: Any, name: str, count: int) -> list[Any]:
-    if name not in operation.attributes:
+def _entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
+    """Attributes of each argument or result of a function."""
+    attributes = function.attributes.get(name)
+    if attributes is None:
         return [{}] * count
-    return [ir.DictAttr(each) for each in ir.ArrayAttr(operation.attributes[name])]
+    return [{entry.name: entry.attr for entry in each} for each in attributes]
 
 
-def _text(attributes: Any, name: str) -> str:
-    return str(ir.StringAttr(attributes[name]).value) if name in attributes else ""
+def _read_text(attributes: Mapping[str, Mlir], name: str) -> str:
+    found = attributes.get(name)
+    return "" if found is None else str(ir.StringAttr(found).value)
 
 
-def _name(location: Any) -> str:
-    return str(location.name_str) if isinstance(location, ir.NameLoc) else ""
+def _join(*names: str) -> str:
+    return "/".join(filter(None, names))
+
+
+# Loops
+
+
+def _count_turns(loop: Mlir) -> int | None:
+    """How often a loop's body runs, if its counter goes from a constant to another one.
+
+    The counter has to be compared by ``<``, and each turn to add a constant: JAX writes ``scan``
+    and ``fori_loop`` so.
+    """
+    condition, body = (region.blocks[0].operations[-1].operands for region in loop.regions)
+    compare = condition[0].owner
+    if _kind(compare) != "stablehlo.compare" or "LT" not in str(
+        compare.attributes["comparison_direction"]
+    ):
+        return None
+    counter, limit = compare.operands
+    if not isinstance(counter.owner, ir.Block):
+        return None
+    position = ir.BlockArgument(counter).arg_number
+    add = body[position].owner
+    if (
+        _kind(add) != "stablehlo.add"
+        or add.operands[0] != loop.regions[1].blocks[0].arguments[position]
+    ):
+        return None
+    first, last, step = map(_constant, (loop.operands[position], limit, add.operands[1]))
+    if first is None or last is None or step is None or step < 1:
+        return None
+    return max(0, -(-(last - first) // step))
+
+
+def _kind(owner: Mlir) -> str:
+    """The kind of an operation, empty for a block."""
+    return "" if isinstance(owner, ir.Block) else str(owner.name)
+
+
+def _constant(value: Mlir) -> int | None:
+    """The integer that a value is, if it is written into the program."""
+    owner = value.owner
+    if not _kind(owner).endswith(".constant"):
+        return None
+    numbers = owner.attributes["value"]
+    return int(numbers[0]) if isinstance(numbers, ir.DenseIntElementsAttr) else None

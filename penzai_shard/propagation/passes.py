@@ -10,7 +10,7 @@ Written for and run on jaxlib 0.10.2. https://openxla.org/shardy/propagation
 import re
 from typing import Any, NoReturn
 
-import jaxlib
+from jaxlib import version
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
@@ -94,7 +94,7 @@ def _make_passes(origins: bool, edges: bool) -> PassManager:
         before = re.sub(r"sdy-save-module(\{[^{}]*\})?,", "", before)
         passes = PassManager.parse(f"{before}{_PROPAGATE}{options}}},{_AT_THE_ENDS})")
     except ValueError as error:
-        what = f"jaxlib {jaxlib.__version__} has other passes than are known: {error}"
+        what = f"jaxlib {version.__version__} has other passes than are known: {error}"
         _refuse(what, "Install jaxlib 0.10.2.", "other jaxlib", error)
     # It refuses what Shardy notes on loops.
     passes.enable_verifier(False)

@@ -14,7 +14,7 @@ Read from and run on jaxlib 0.10.2. https://openxla.org/shardy/propagation
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -139,7 +139,7 @@ def _take_apart(broadcast: Mlir) -> None:
         broadcast.attributes["broadcast_dimensions"] = ir.DenseI64ArrayAttr.get(kept)
 
 
-def _add(kind: str, before: Mlir, shape: Any, attributes: Mapping[str, Mlir] | None = None) -> Mlir:
+def _add(kind: str, before: Mlir, shape: Any, attributes: dict[str, Mlir] | None = None) -> Mlir:
     """The result of a new operation on an operation's first operand, just before it."""
     value = before.operands[0]
     made = ir.RankedTensorType.get(
