@@ -100,8 +100,12 @@ def read_options(
     except_: Any = None,
     others: Any = "error",
     axes: Any = None,
+    verify: Any = True,
+    more: Iterable[Problem] = (),
 ) -> Options:
     """Reads the options of a function that restores; see ``restore_params``.
+
+    ``more`` is what its other options have wrong, so that one error has all.
 
     Raises:
         RuleTypeError: Some cannot be read.
@@ -120,6 +124,9 @@ def read_options(
             problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
     if others not in ("error", "keep"):
         problems.add("others", f"it is {others!r}", "Write others='error' or 'keep'.")
+    if not isinstance(verify, bool):
+        problems.add("verify", f"it is {verify!r}", "Write verify=False, or leave it out.")
+    problems.extend(more)
     problems.raise_if_any(errors.RuleTypeError)
     only = texts[1] or ("**",)
     return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], others == "keep", axes)

@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger("penzai_shard")
 
 def restore(
     called: str,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Manifest,
     choose: Callable[[Manifest], tuple[Sources, Structs]],
     *,
     verify: bool = True,
@@ -38,7 +38,7 @@ def restore(
 
     Args:
         called: The function that was called, for messages.
-        path: The checkpoint.
+        path: The checkpoint, or what it holds, if that was read already.
         choose: Says for what a checkpoint holds what each array is to be read from, and which
             shape, dtype and sharding it gets. Where a struct has no sharding, the array goes to the
             default device.
@@ -55,7 +55,7 @@ def restore(
         ShardingError: Processes want other arrays, or see other checkpoints.
     """
     with agreement.together("reading what a checkpoint holds"), plain_context(called):
-        manifest = read_manifest(path)
+        manifest = path if isinstance(path, Manifest) else read_manifest(path)
         sources, structs = choose(manifest)
     # Each process may have other arrays to itself.
     spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
