@@ -8,10 +8,11 @@ Written for and run on jaxlib 0.10.2. https://openxla.org/shardy/propagation
 """
 
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxlib import version
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problem, Problems, PropagationError
@@ -34,34 +35,54 @@ def propagate(module: Mlir, *, origins: bool = False, edges: bool = False) -> No
 
     Args:
         module: A module in the form of XLA, see ``xla_form``.
-        origins: Whether Shardy notes where each mesh axis of a layout came from at first.
+        origins: Whether Shardy notes where each mesh axis of a layout came from at first. Never
+            done where arrays are tied by ``shard_alike``: there it ends the process.
         edges: Whether it notes at each operation which mesh axes went from where to where.
 
     Raises:
         PropagationError: Shapes are unknown, Shardy refuses the program, or this jaxlib has other
             passes.
     """
-    _check_shapes(module)
+    problems = Problems(_HEADLINE)
+    _check_shapes(module, problems)
+    _check_meshes(module, problems)
+    problems.raise_if_any(PropagationError)
     _note_layouts(main_block(module).owner)
-    passes = _make_passes(origins, edges)
+    has_groups = bool(operations_in(module, "sdy.sharding_group"))
+    passes = _make_passes(origins and not has_groups, edges)
     try:
         passes.run(module)
     except ir.MLIRError as error:
-        _refuse(f"Shardy says: {error}", "", "refused", error)
+        found = [
+            Problem(name_of(each), f"Shardy says: {each.message}", kind="refused")
+            for each in error.error_diagnostics
+        ]
+        raise PropagationError(_HEADLINE, found) from error
 
 
-def _check_shapes(module: Mlir) -> None:
-    """Raises a problem for each argument of an unknown shape, or else for each such operation."""
-    problems = Problems(_HEADLINE)
-    fix = "Lower the function for arguments whose lengths are numbers."
-    arguments = [(value, name_of(value)) for value in main_block(module).arguments]
-    made = [(value, name_of(each)) for each in operations_in(module) for value in each.results]
-    for values in (arguments, made):
-        for value, name in values:
-            kind = value.type
-            if isinstance(kind, ir.ShapedType) and not kind.has_static_shape:
-                problems.add(name, f"is a {kind}", fix, kind="unknown shape")
-        problems.raise_if_any(PropagationError)
+def _check_shapes(module: Mlir, problems: Problems) -> None:
+    """Adds a problem for each argument of an unknown shape, or else for each such operation."""
+    arguments = [(value.type, name_of(value)) for value in main_block(module).arguments]
+    made = [(value.type, name_of(each)) for each in operations_in(module) for value in each.results]
+    for kind, name in _unknown(arguments) or _unknown(made):
+        fix = "Lower the function for arguments whose lengths are numbers."
+        problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
+
+
+def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
+    shaped = [each for each in values if isinstance(each[0], ir.ShapedType)]
+    return [each for each in shaped if not each[0].has_static_shape]
+
+
+def _check_meshes(module: Mlir, problems: Problems) -> None:
+    sizes: dict[str, int] = {}
+    for each in operations_in(module, "sdy.mesh"):
+        for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(each.attributes["mesh"]).axes):
+            if sizes.setdefault(axis.name, axis.size) != axis.size:
+                what = (
+                    f"mesh axis {axis.name!r} is of {sizes[axis.name]} and of {axis.size} devices"
+                )
+                problems.add("", what, "Use one mesh in all of the function.", "several meshes")
 
 
 def _note_layouts(main: Mlir) -> None:
@@ -95,7 +116,8 @@ def _make_passes(origins: bool, edges: bool) -> PassManager:
         passes = PassManager.parse(f"{before}{_PROPAGATE}{options}}},{_AT_THE_ENDS})")
     except ValueError as error:
         what = f"jaxlib {version.__version__} has other passes than are known: {error}"
-        _refuse(what, "Install jaxlib 0.10.2.", "other jaxlib", error)
+        problem = Problem("", what, "Install jaxlib 0.10.2.", "other jaxlib")
+        raise PropagationError(_HEADLINE, [problem]) from error
     # It refuses what Shardy notes on loops.
     passes.enable_verifier(False)
     return passes
@@ -105,7 +127,3 @@ def _switch_on(passes: str, option: str) -> str:
     if f"{option}=false" not in passes:
         raise ValueError(f"no option {option}")
     return passes.replace(f"{option}=false", f"{option}=true")
-
-
-def _refuse(what: str, fix: str, kind: str, cause: Exception) -> NoReturn:
-    raise PropagationError(_HEADLINE, [Problem("", what, fix, kind)]) from cause
