@@ -241,10 +241,12 @@ class _Reader:
         here, handed, edges = self.values[number], self.values[inside], []
         # Edges that Shardy notes at results are of other operations; its origins tell enough.
         for axis in itertools.chain.from_iterable(here.spec or ()):
-            if here.origins.get(axis) != "self":
-                edges.append(Edge(_LAST, axis, inside, (number,)))
-            elif handed.origins.get(axis) == f"output: {position}":
+            if axis not in itertools.chain.from_iterable(handed.spec or ()):
+                continue
+            if handed.origins.get(axis) == f"output: {position}":
                 edges.append(Edge(_FIRST, axis, number, (inside,)))
+            elif here.origins.get(axis) != "self":
+                edges.append(Edge(_LAST, axis, inside, (number,)))
         self._emit_flow(_Flow((inside,)), number, tuple(edges), _Around())
         return number
 
@@ -256,11 +258,13 @@ class _Reader:
 
     def _add_typed(self, kind: Mlir, sharding: Mlir, origins: Mlir) -> int:
         shape, dtype = self._once(_read_type, kind)
-        names = {} if origins is None else self._once(_read_origins, origins)
         spec, is_open = None, (True,) * len(shape)
         if sharding is not None:
             spec, is_open = self._once(_read_spec, sharding)
-        self.values.append(Value(shape, dtype, spec, is_open, names))
+        names = {} if origins is None else self._once(_read_origins, origins)
+        # Shardy leaves the origins of mesh axes that a value did not get in the end.
+        kept = {axis: names[axis] for axes in spec or () for axis in axes if axis in names}
+        self.values.append(Value(shape, dtype, spec, is_open, kept))
         return len(self.values) - 1
 
     def _once(self, read: Callable[[Mlir], Any], attribute: Mlir) -> Any:
