@@ -1,0 +1,1 @@
+"""What is probably a mistake or a waste in how a model is laid over a mesh: ``lint``."""

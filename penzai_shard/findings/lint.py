@@ -1,0 +1,118 @@
+"""Reads a model, its rules and its batch for what is probably a mistake or a waste."""
+
+import dataclasses
+from typing import Any
+
+from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.findings.flows import find_call_errors, follow_flows
+from penzai_shard.findings.rules import find_unplanned, find_unused, find_waste
+from penzai_shard.findings.subject import ERRORS, Finding, fold_findings, read_subject
+from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.planning import arguments
+from penzai_shard.reports.report import Column, HasReport, Report
+from penzai_shard.rules import OnIndivisible
+
+__all__ = ["Finding", "LintReport", "lint"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LintReport(HasReport):
+    """What ``lint`` found. Its truth value is whether that is nothing.
+
+    Attributes:
+        findings: What is probably a mistake or a waste: errors first, then the largest waste.
+        notes: What was not looked at, in sentences.
+        subject: What was looked at, in a few words.
+    """
+
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    subject: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no findings."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def report(self) -> Report:
+        """The findings as a table, with what to write below each."""
+        columns = (
+            Column("where", "path"),
+            Column("kind"),
+            Column("wasted", "bytes"),
+            Column("what", "detail"),
+            Column("fix", "detail"),
+        )
+        rows = [
+            (one.path, one.kind, one.wasted_bytes or None, f"{one.what}.", one.fix)
+            for one in self.findings
+        ]
+        count = len(rows)
+        found = "nothing found" if self.ok else f"{count} finding{'s' * (count > 1)}"
+        verdict = f"{found}: {self.subject}"
+        return Report("Lint", verdict, columns, rows, self.notes, self.ok, collapse=False)
+
+
+def lint(
+    model_or_state: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    batch: Any = None,
+    min_bytes: int = 2**20,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+) -> LintReport:
+    """Finds what is probably a mistake or a waste in how a model is laid over a mesh.
+
+    Nothing runs: the model is planned and, with a batch, traced. Each rule that a finding offers
+    was planned before, and mends more than it breaks.
+
+    Args:
+        model_or_state: A model, a train state, or any tree of arrays or of their shapes.
+        mesh: The mesh, concrete or abstract.
+        rules: As for ``make_plan``, or a ``Layout``; a model without the edits of its layout is
+            looked at as with them.
+        batch: What a model of Penzai is called with, arrays or their shapes: its argument; a tuple
+            of that and a dictionary of side inputs; or a dictionary whose first entry is the
+            argument. Without it, what flows through the model is not looked at.
+        min_bytes: Which arrays are worth splitting: those of which a device holds so much.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Raises:
+        RuleTypeError: There is no mesh or no model, or an option cannot be read.
+
+    >>> import jax
+    >>> import penzai_shard as pzs
+    >>> weights = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+    >>> named = pzs.name_axes(weights, {"up": ("embed", "mlp")})
+    >>> mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
+    >>> (finding,) = lint(named, mesh, {"embed": "data", "mpl": "model"}).findings[:1]
+    >>> finding.kind, finding.fix
+    ('unused', "Write rules={'embed': 'data', 'mlp': 'model'}.")
+    """
+    options = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
+    request = arguments.read("lint", mesh, {}, **options)
+    arguments.check_tree("lint", model_or_state)
+    if not isinstance(min_bytes, int) or min_bytes < 0:
+        problem = Problem("min_bytes", f"it is {min_bytes!r}", "Write min_bytes=2**20.")
+        raise RuleTypeError("lint:", [problem])
+
+    subject = read_subject(model_or_state, request, rules, batch, min_bytes)
+    flows = follow_flows(subject)
+    known = subject.logical_axes | flows.logical_axes
+    found = [*find_unplanned(subject), *find_unused(subject, known), *flows.findings]
+    notes = [*flows.notes]
+    if any(one.kind in ERRORS for one in found):
+        notes.append("waste was not looked for: mend the errors, and lint again")
+    else:
+        found += find_waste(subject, known, flows.mesh_axes)
+        found += find_call_errors(flows, subject)
+    found = fold_findings(found)
+    found.sort(key=lambda one: (one.kind not in ERRORS, -one.wasted_bytes))
+    what = f"{len(subject.rows):,} arrays on mesh ({mesh_text(request.mesh)})"
+    return LintReport(tuple(found), tuple(notes), what)

@@ -1,0 +1,248 @@
+"""Finds what is wrong in rules and in the plan by them: errors, rules for nothing, and waste.
+
+An array wastes memory if it is whole over a mesh axis although nobody said so: neither a rule that
+maps its axes to None, nor a preset that splits by that mesh axis, nor the batch, for which arrays
+are copies on purpose.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from penzai_shard.findings.subject import Finding, Subject, split_axes
+from penzai_shard.paths import nearest
+from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.reports.quantities import bytes_text
+from penzai_shard.rules import AxisRules, Rule
+
+# Usual names of axes along which results depend on one another; only activations have them.
+SEQUENCE_AXES = frozenset(
+    {"seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
+)
+# What presets leave whole by default is not worth splitting.
+_MOST_WHOLE = 2**18
+
+
+def is_for_activations(rule: Rule) -> bool:
+    """Whether no array of a model is expected to have the logical axis of a rule."""
+    name = rule.logical_axis
+    is_named_so = isinstance(name, str) and name.startswith(("activation_", "act_"))
+    return rule.for_activations or is_named_so or name in SEQUENCE_AXES | {"batch"}
+
+
+def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rule, str]:
+    """The rules for names that are not there and are nearly one that is there and has no rule.
+
+    >>> find_near_names(AxisRules({"neuron": "data", "batch": "data"}), ["neurons"])
+    {Rule(logical_axis='neuron', mesh_axes=('data',), ...): 'neurons'}
+    """
+    free = [name for name in present if name not in rules.logical_axes]
+    # The names of a preset are alternatives.
+    absent = [r for r in rules.rules if r.logical_axis not in present and not r.optional]
+    near = {rule: _nearest_word(rule.logical_axis, free) for rule in absent}
+    return {rule: name for rule, name in near.items() if name is not None}
+
+
+def _nearest_word(name: Hashable, known: Collection[Hashable]) -> str | None:
+    """The name that was probably meant: a near one, or one that is written out or cut short."""
+    near = nearest(name, known)
+    if near is None and isinstance(name, str) and len(name) > 2:
+        texts = [other for other in known if isinstance(other, str)]
+        near = next((text for text in texts if text.startswith(name)), None)
+    is_longer = near is not None and (near.startswith(f"{name}_") or near.endswith(f"_{name}"))
+    # With another word it is the name of something else.
+    return None if is_longer else near
+
+
+def find_unplanned(subject: Subject) -> Iterator[Finding]:
+    """What keeps rules from being read, and arrays from being planned."""
+    for one in subject.findings:
+        if one.kind == "unknown":
+            table = one.path.removeprefix("layout.")
+            renamed = list(_rename_mesh_axes(subject, subject.given[table]))
+            one = dataclasses.replace(one, fix=subject.offer(table, renamed, fewer=True) or one.fix)
+        yield one
+    fixes: dict[tuple[str, str], str] = {}
+    for table, problem in subject.unplanned:
+        key = table, problem.what
+        if key not in fixes:
+            is_of_rules = problem.kind in ("taken", "indivisible")
+            fixes[key] = (is_of_rules and _mend(subject, table, problem.path)) or problem.fix
+        yield Finding(problem.kind, problem.path, problem.what, fixes[key])
+
+
+def _rename_mesh_axes(subject: Subject, rules: AxisRules) -> Iterator[Rule]:
+    """The rules for the mesh axes that were probably meant: near ones, or the only free one."""
+    shape = subject.mesh.shape
+    taken = {axis for rule in rules.rules for axis in rule.mesh_axes}
+    free = [axis for axis, size in shape.items() if axis not in taken and size > 1]
+    for rule in rules.rules:
+        unknown = [axis for axis in rule.mesh_axes if axis not in shape]
+        if rule.logical_axis in shape and {*unknown} & subject.logical_axes:
+            yield Rule(unknown[0], (str(rule.logical_axis),))  # It was written the wrong way round.
+            continue
+        meant = [
+            axis if axis in shape else nearest(axis, shape) or next(iter(free), None)
+            for axis in rule.mesh_axes
+        ]
+        axes = tuple(dict.fromkeys(axis for axis in meant if axis))
+        yield dataclasses.replace(rule, mesh_axes=axes)
+
+
+def _mend(subject: Subject, table: str, path: str) -> str:
+    """Rules by which an array has a layout: over a free mesh axis, or a part of it, or whole."""
+    row = next(row for row in subject.rows if row.path == path and subject.table_of(path) == table)
+    rules, given, mesh = subject.tables[table], subject.given[table], subject.mesh
+    if not row.names:
+        return ""
+    taken = {axis for rule in rules.rules for axis in rule.mesh_axes}
+    free = [axis for axis, size in mesh.shape.items() if axis not in taken and size > 1]
+    decision = rules.explain(row.names, row.shape, mesh)
+    for name, axes in zip(row.names, decision.mesh_axes, strict=True):
+        if name not in rules.logical_axes or axes:
+            continue
+        asked = next(rule.mesh_axes for rule in rules.rules if rule.logical_axis == name)
+        parts = asked if len(asked) > 1 else ()
+        is_split_elsewhere = any(name in _split(subject, other) for other in subject.rows)
+        for choice in [*free, *parts, None]:
+            instead = AxisRules({name: choice}) | given
+            second = AxisRules([*given.rules, *AxisRules({name: choice}).rules])
+            for changed in (second, instead) if is_split_elsewhere else (instead,):
+                if fix := subject.offer(table, changed, fewer=True):
+                    return fix
+    return ""
+
+
+# Rules for nothing
+
+
+def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Finding]:
+    """Rules whose logical axis nothing has, and presets of which nothing has any.
+
+    Args:
+        subject: What is looked at.
+        known: The logical axes of all that is known: arrays, batch, what flows.
+    """
+    names = ", ".join(map(repr, sorted(known, key=str))) or "none"
+    for table, rules in subject.tables.items():
+        path = "rules" if subject.layout is None else f"layout.{table}"
+        near = find_near_names(rules, known)
+        presets: dict[tuple[str, ...], list[Any]] = {}
+        for rule in rules.rules:
+            if rule.optional:
+                presets.setdefault(rule.mesh_axes, []).append(rule.logical_axis)
+            is_harmless = not rule.mesh_axes or rule.optional or is_for_activations(rule)
+            is_known = rule.logical_axis is None or rule.logical_axis in known
+            if is_known or (is_harmless and rule not in near):
+                continue
+            meant = near.get(rule)
+            changed = [
+                dataclasses.replace(own, logical_axis=meant) if own == rule else own
+                for own in subject.given[table].rules
+                if own != rule or meant
+            ]
+            what = f"rule {rule} names no logical axis; the nearest is {meant!r}"
+            if not meant:
+                what = f"rule {rule} names no logical axis; they are {names}"
+            yield Finding("unused", path, what, subject.offer(table, changed))
+        for axes, given in presets.items():
+            if known and {*given}.isdisjoint(known):
+                what = f"no logical axis is one of {given}, to be split over {axes}; "
+                what += f"they are {names}"
+                yield Finding("unused", path, what, "Name those that are to be split.")
+
+
+# Waste
+
+
+def find_waste(subject: Subject, known: Collection[Hashable], used: set[str]) -> Iterator[Finding]:
+    """Large arrays that are whole over a free mesh axis, and mesh axes that split nothing.
+
+    Args:
+        subject: What is looked at, all of it planned.
+        known: As for ``find_unused``.
+        used: The mesh axes over which something that flows is split.
+    """
+    shape, used = subject.mesh.shape, {*used}
+    for rules in subject.tables.values():
+        for rule in rules.rules:
+            is_of_arrays = rule.logical_axis in subject.logical_axes
+            if not is_of_arrays and (is_for_activations(rule) or rule.logical_axis in known):
+                used.update(rule.mesh_axes)
+    for row in subject.rows:
+        if row.names and row.spec is not None and row.bytes_per_device >= subject.min_bytes:
+            yield from _find_whole(subject, row, used)
+
+    for row in subject.rows:
+        used.update(_axes_of(subject, row))
+    for table, rules in subject.tables.items():
+        for rule in rules.rules:
+            # A preset splits where that is worth it, and a layout what flows.
+            is_flowing = table in ("compute", "between_blocks") or rule.optional
+            if rule.logical_axis is None or (is_flowing and rule.logical_axis in known):
+                used.update(rule.mesh_axes)
+    for axis, size in shape.items():
+        if size > 1 and axis not in used:
+            what = f"nothing is split over mesh axis {axis!r}: {size} devices each hold and compute"
+            yield Finding("idle mesh axis", "mesh", f"{what} the same")
+
+
+def _find_whole(subject: Subject, row: LeafPlan, of_flows: set[str]) -> Iterator[Finding]:
+    table, shape = subject.table_of(row.path), subject.mesh.shape
+    for axis in shape.keys() - _axes_of(subject, row) - _whole_on_purpose(subject, table, of_flows):
+        free = _find_free(subject, table, row, axis)
+        if shape[axis] == 1 or free is None:
+            continue
+        saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
+        what = (
+            f"({row.axes_text}) of {row.dtype} is whole over mesh axis {axis!r} ({shape[axis]}), "
+            f"which is free for {free!r}: {bytes_text(saved)} of it are copies on each device"
+        )
+        fix = subject.offer(table, AxisRules({free: axis}) | subject.given[table])
+        yield Finding("under-sharded", row.path, what, fix, saved)
+
+
+def _split(subject: Subject, row: LeafPlan) -> dict[Hashable, tuple[str, ...]]:
+    """The mesh axes of each dimension of an array that is split, by its name or number."""
+    names = row.names or range(len(row.shape))
+    return split_axes(names, row.spec or PartitionSpec(), subject.mesh)
+
+
+def _axes_of(subject: Subject, row: LeafPlan) -> set[str]:
+    return {axis for axes in _split(subject, row).values() for axis in axes}
+
+
+def _whole_on_purpose(subject: Subject, table: str, of_flows: set[str]) -> set[str]:
+    """The mesh axes over which arrays are whole on purpose: those of presets and of the batch."""
+    rules = subject.tables[table].rules
+    if not rules:
+        return {*subject.mesh.shape}
+    stored: set[str] = set()
+    for row in subject.rows:
+        if subject.table_of(row.path) == table:
+            stored |= _axes_of(subject, row)
+    presets = {axis for rule in rules if rule.optional for axis in rule.mesh_axes}
+    return presets | (of_flows - stored)
+
+
+def _find_free(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
+    """The longest logical axis of an array that no rule names and that divides."""
+    rules, size = subject.tables[table], subject.mesh.shape[axis]
+    for rule in rules.rules:
+        is_in_force = math.prod(row.shape) >= rule.min_size or rule.min_size <= _MOST_WHOLE
+        if rule.logical_axis is None and axis in rule.mesh_axes and is_in_force:
+            return None
+    assert row.names is not None
+    split = _split(subject, row)
+    free = {
+        name: length
+        for name, length in zip(row.names, row.shape, strict=True)
+        if name is not None
+        and name not in rules.logical_axes
+        and name not in split
+        and length % size == 0
+    }
+    return max(free, key=lambda name: free[name], default=None)

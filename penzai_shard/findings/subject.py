@@ -1,0 +1,278 @@
+"""Reads what ``lint`` looks at: a model or a train state, its rules or layout, and a batch.
+
+What cannot be read is a finding, and all else is planned without it. So a change of the rules is
+tried out as the user would: it is read and planned once more, and offered if that goes better.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from penzai_shard import specs
+from penzai_shard.arrays.structure import Leaf, leaves_of
+from penzai_shard.errors import MeshError, Problem, RuleTypeError, ShardingError
+from penzai_shard.layouts.layout import Layout
+from penzai_shard.layouts.presets import TABLES
+from penzai_shard.paths import fold_paths, group_paths, join_paths
+from penzai_shard.planning import arguments
+from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.planning.planner import examine
+from penzai_shard.rules import AxisRules, Rule
+
+# Kinds of findings on account of which something fails.
+ERRORS = frozenset({"unreadable", "unknown", "taken", "indivisible", "unnamed", "misfit"})
+_MOST_PATHS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is probably a mistake or a waste.
+
+    Attributes:
+        kind: What code may branch on. Plans fail: ``"unreadable"``, ``"unknown"``, ``"taken"``,
+            ``"indivisible"``, ``"unnamed"``, ``"misfit"``. The model cannot be called:
+            ``"uncallable"``. Rules: ``"unused"``, ``"under-sharded"``, ``"idle mesh axis"``. What
+            flows: ``"whole batch"``, ``"conflict"``. Layers that lay out: ``"idle constraint"``,
+            ``"contradiction"``, ``"other mesh"``.
+        path: Where: the paths of arrays, a layer, ``"rules"``, ``"layout.compute"``, ``"batch"``.
+        what: One sentence of fact, without the path and without a full stop.
+        fix: What to write instead, with its full stop; ``""`` where that is not evident.
+        wasted_bytes: What each device holds in vain.
+        paths: The arrays or layers that it concerns, if there are several.
+
+    >>> print(Finding("whole batch", "batch", "each device computes all of it", "Split it."))
+    batch: each device computes all of it. Split it.
+    """
+
+    kind: str
+    path: str
+    what: str
+    fix: str = ""
+    wasted_bytes: int = 0
+    paths: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return str(Problem(self.path, self.what, self.fix))
+
+
+def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that say the same of several places as one."""
+    alike: dict[tuple[str, str, str], dict[str, None]] = {}
+    wasted: dict[tuple[str, str, str], int] = {}
+    for one in findings:
+        key = one.kind, one.what, one.fix
+        alike.setdefault(key, {}).update(dict.fromkeys(one.paths or [one.path]))
+        wasted[key] = wasted.get(key, 0) + one.wasted_bytes
+    found = []
+    for (kind, what, fix), places in alike.items():
+        paths = tuple(places)
+        groups = group_paths((path, None) for path in paths)
+        texts = [fold_paths([paths[i] for i in members]) for members in groups]
+        if len(texts) > _MOST_PATHS:
+            texts[_MOST_PATHS:] = [f"and {len(texts) - _MOST_PATHS:,} more"]
+        several = paths if len(paths) > 1 else ()
+        key = kind, what, fix
+        found.append(Finding(kind, ", ".join(texts), what, fix, wasted[key], several))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is looked at, planned as far as that goes.
+
+    Attributes:
+        model: The model or train state.
+        request: Mesh and options.
+        layout: The layout, if there is one.
+        given: The tables of rules as they were given, by name: ``"rules"``, or fields of a layout.
+        tables: The same without rules for unknown mesh axes, in the model's own names.
+        findings: What could not be read.
+        rows: The plan of each array.
+        unplanned: What stands in the way of a plan: a table, and a problem.
+        batch: What the model is called with, or None.
+        batch_leaves: The arrays in it.
+        min_bytes: Below this an array is not worth a finding.
+    """
+
+    model: Any
+    request: arguments.Request
+    layout: Layout | None
+    given: Mapping[str, AxisRules]
+    tables: Mapping[str, AxisRules]
+    findings: Sequence[Finding]
+    rows: Sequence[LeafPlan]
+    unplanned: Sequence[tuple[str, Problem]]
+    batch: Any
+    batch_leaves: Sequence[Leaf]
+    min_bytes: int
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh, with Auto axes."""
+        return self.request.mesh
+
+    @property
+    def activation_rules(self) -> AxisRules:
+        """The rules for what flows."""
+        return self.tables["rules" if self.layout is None else "compute"]
+
+    @functools.cached_property
+    def logical_axes(self) -> frozenset[Hashable]:
+        """The names that arrays of the model have."""
+        return frozenset(name for row in self.rows for name in row.names or () if name is not None)
+
+    def table_of(self, path: str) -> str:
+        """The table of rules by which an array is stored."""
+        return _table_of(path, self.tables)
+
+    def offer(self, table: str, rules: Any, *, fewer: bool = False) -> str:
+        """The sentence that puts other rules in the place of a table's.
+
+        Args:
+            table: The name of the table.
+            rules: The other rules.
+            fewer: Whether they are to mend a problem.
+
+        Returns:
+            ``""`` if a plan by these rules has a new problem, or none less where some should go.
+        """
+        changed = AxisRules(rules)
+        name = "rules" if self.layout is None else f"layout.{table}"
+        text = _write_change(self.given[table], changed, name)
+        whole: Any = changed
+        if self.layout is not None:
+            text = text and f"dataclasses.replace(layout, {table}={text})"
+            fields: Any = {table: changed}
+            try:
+                whole = dataclasses.replace(self.layout, **fields)
+            except RuleTypeError:
+                return ""
+        after = read_subject(self.model, self.request, whole, None, 0)
+        is_better = after._errors < self._errors if fewer else after._errors <= self._errors
+        return f"Write {'layout' if self.layout else 'rules'}={text}." if text and is_better else ""
+
+    @functools.cached_property
+    def _errors(self) -> frozenset[tuple[str, str, str]]:
+        planned = {(problem.kind, problem.path, problem.what) for _, problem in self.unplanned}
+        return frozenset(planned | {(one.kind, one.path, one.what) for one in self.findings})
+
+
+def read_subject(
+    model: Any, request: arguments.Request, rules: Any, batch: Any, min_bytes: int
+) -> Subject:
+    """Reads and plans; what cannot be read is a finding of the subject.
+
+    Args:
+        model: The model or train state.
+        request: Mesh and options.
+        rules: Rules in any form, or a layout.
+        batch: What the model is called with, or None.
+        min_bytes: As for ``lint``.
+    """
+    mesh, findings = request.mesh, []
+    layout = rules if isinstance(rules, Layout) else None
+    given: dict[str, AxisRules] = {}
+    if layout is not None:
+        fields = {name: getattr(layout, name) for name in TABLES}
+        given = {name: table for name, table in fields.items() if table is not None}
+    else:
+        try:
+            given["rules"] = arguments.read("lint", mesh, rules).rules
+        except MeshError:
+            given["rules"] = AxisRules(rules)
+        except RuleTypeError as error:
+            findings += [Finding("unreadable", "rules", p.what, p.fix) for p in error.problems]
+            given["rules"] = AxisRules({})
+
+    # Rules for mesh axes that there are not.
+    tables = {}
+    for name, table in given.items():
+        try:
+            table.on(mesh.shape)
+        except MeshError as error:
+            path = "rules" if layout is None else f"layout.{name}"
+            findings += [Finding("unknown", path, p.what, p.fix) for p in error.problems]
+        kept = [rule for rule in table.rules if {*rule.mesh_axes} <= mesh.shape.keys()]
+        tables[name] = AxisRules(kept)
+
+    # A layout in the model's names.
+    if layout is not None:
+        try:
+            fields_read: Any = tables
+            named = dataclasses.replace(layout, **fields_read).for_model(model, mesh)
+            tables = {name: getattr(named, name) for name in tables}
+        except ShardingError as error:
+            for problem in error.problems:
+                path = join_paths("layout", problem.path)
+                findings.append(Finding("misfit", path, problem.what, problem.fix))
+
+    rows, unplanned = _plan(model, request, tables)
+    leaves = [leaf for leaf in leaves_of(batch) if leaf.dtype is not None]
+    return Subject(
+        model, request, layout, given, tables, findings, rows, unplanned, batch, leaves, min_bytes
+    )
+
+
+def _plan(
+    model: Any, request: arguments.Request, tables: Mapping[str, AxisRules]
+) -> tuple[list[LeafPlan], list[tuple[str, Problem]]]:
+    """The plan of each array by its table, and what stands in the way."""
+    rows: list[LeafPlan] = []
+    unplanned: list[tuple[str, Problem]] = []
+    for table in ("rules", "parameters", "optimizer"):
+        if table in tables:
+            own = dataclasses.replace(request, rules=tables[table])
+            plan, problems, _ = examine(model, own)
+            rows += [row for row in plan.leaves if _table_of(row.path, tables) == table]
+            unplanned += [(table, p) for p in problems if _table_of(p.path, tables) == table]
+    return rows, unplanned
+
+
+def _table_of(path: str, tables: Mapping[str, AxisRules]) -> str:
+    is_kept_by_optimizer = path.partition("/")[0] == "opt_state"
+    if "optimizer" in tables and is_kept_by_optimizer:
+        return "optimizer"
+    return "rules" if "rules" in tables else "parameters"
+
+
+def split_axes(
+    names: Sequence[Hashable | None] | None, spec: Any, mesh: Any
+) -> dict[Hashable, tuple[str, ...]]:
+    """The mesh axes, of more than one device, that split each logical axis of an array.
+
+    >>> from jax.sharding import PartitionSpec
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 4, "pipe": 1}, abstract=True)
+    >>> split_axes(("batch", "seq"), PartitionSpec("data", "pipe"), mesh)
+    {'batch': ('data',)}
+    """
+    axes = specs.mesh_axes(spec, len(names)) if names and spec else ()
+    pairs = zip(names or (), axes, strict=False)
+    used = {name: tuple(a for a in own if mesh.shape[a] > 1) for name, own in pairs}
+    return {name: own for name, own in used.items() if name is not None and own}
+
+
+# Writing
+
+
+def _write_change(old: AxisRules, new: AxisRules, name: str) -> str:
+    """Other rules as an expression of Python; ``""`` where there is no short one.
+
+    Args:
+        old: The rules that were given.
+        new: The other ones.
+        name: The expression for the old ones.
+    """
+
+    def pairs(rules: Sequence[Rule]) -> list[tuple[Hashable, Any]]:
+        axes = (own[0] if len(own) == 1 else own or None for own in (r.mesh_axes for r in rules))
+        return list(zip((rule.logical_axis for rule in rules), axes, strict=True))
+
+    if all(rule == Rule(rule.logical_axis or "", rule.mesh_axes) for rule in new.rules):
+        given = pairs(new.rules)
+        return repr(dict(given) if len(dict(given)) == len(given) else given)
+    # Presets stay as they are.
+    added = dict(pairs([rule for rule in new.rules if rule not in old.rules]))
+    is_sum = None not in added and AxisRules(added) | old == new
+    return f"AxisRules({added}) | {name}" if is_sum else ""
