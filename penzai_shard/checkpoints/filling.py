@@ -39,7 +39,7 @@ _ALIGNMENT, _MISALIGNMENT = 64, 16
 
 
 class Store(Protocol):
-    """What parts of stored arrays are read from, by any thread."""
+    """What parts of stored arrays are read from, by any thread, once they are open."""
 
     def read(self, name: str, index: Index, shape: Shape | None = None) -> np.ndarray:
         """A part of a stored array.
@@ -55,10 +55,6 @@ class Store(Protocol):
 
     def chunk(self, name: str) -> Shape:
         """The shape of each part that must be unpacked to read one of its numbers."""
-
-
-class OpenableStore(Store, Protocol):
-    """Stored arrays, which are opened before parts of them are read."""
 
     def open(self, names: Iterable[str]) -> dict[str, tuple[Shape, str]]:
         """Opens arrays; the shape and dtype of each.
@@ -98,9 +94,8 @@ class Source:
             return self.stack or 0
         return self.order.index(min(self.order))
 
-    def chunk(self, store: Store) -> Shape:
-        """The shape of each part of the array that is unpacked at once."""
-        stored = store.chunk(self.stored[0])
+    def chunk(self, stored: Shape) -> Shape:
+        """The shape of each part that is unpacked at once, by that of each stored array."""
         # Those that are split come from stores that unpack nothing; arrays may have no numbers.
         chunk = [stored[i] if len(stored) == len(self.shape) else 1 for i in self.order]
         if self.stack is not None:
@@ -152,13 +147,16 @@ class ChecksumStore:
         store: The store.
         shapes: The shape of each array that is to be added up.
         advance: Is called with the number of bytes of each part, by one thread at a time.
+
+    Attributes:
+        bytes_read: How many bytes of parts were read.
     """
 
     def __init__(
         self, store: Store, shapes: Mapping[str, Shape], advance: Callable[[int], None]
     ) -> None:
         self._store, self._shapes, self._advance = store, shapes, advance
-        self._lock, self.chunk = threading.Lock(), store.chunk
+        self._lock, self.chunk, self.bytes_read = threading.Lock(), store.chunk, 0
         # Both sums, and the number of elements that are in them.
         self._rows = {name: [0, 0, 0] for name in shapes}
 
@@ -166,6 +164,7 @@ class ChecksumStore:
         """As ``Store.read``; what another process adds up is not added up."""
         piece = self._store.read(name, index, shape)
         with self._lock:
+            self.bytes_read += piece.nbytes
             self._advance(piece.nbytes)
         return piece
 
@@ -254,7 +253,7 @@ def fill_arrays(
     groups = [
         group
         for name, (source, struct) in wanted.items()
-        for group in _group_parts(name, source, struct, source.chunk(store))
+        for group in _group_parts(name, source, struct, source.chunk(store.chunk(source.stored[0])))
     ]
     shards: dict[str, list[jax.Array]] = {name: [] for name in wanted}
     headline, problems = "", dict[str, Problem]()
@@ -350,7 +349,9 @@ def _begin_reading(
                 raise CheckpointMismatchError("numbers do not fit:", [problem])
 
     # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
-    pieces = _cut(group.box, max(4, dtype.itemsize), source.rows, source.chunk(store))
+    pieces = _cut(
+        group.box, max(4, dtype.itemsize), source.rows, source.chunk(store.chunk(source.stored[0]))
+    )
     return parts, [readers.submit(read, piece) for piece in pieces]
 
 

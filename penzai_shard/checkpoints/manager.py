@@ -21,9 +21,9 @@ import jax
 import numpy as np
 
 from penzai_shard import errors
+from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints import train_states
 from penzai_shard.checkpoints.records import MARKER, absolute_path, is_checkpoint, read_manifest
-from penzai_shard.checkpoints.replacement import content_of, paths_in
 from penzai_shard.errors import Problem, Problems
 from penzai_shard.processes.agreement import gather, on_first, together
 from penzai_shard.processes.job import at_end
@@ -119,9 +119,9 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of which there are whole checkpoints now, in order."""
-        named = [path for path in paths_in(pathlib.Path(self.path)) if _STEP.fullmatch(path.name)]
-        whole = [path for path in named if (content_of(path) / MARKER).is_file()]
-        return sorted(int(path.name.removeprefix("step_")) for path in whole)
+        paths = [path.parent for path in pathlib.Path(self.path).glob(f"step_*/{MARKER}")]
+        named = [path.name for path in paths if _STEP.fullmatch(path.name)]
+        return sorted(int(name.removeprefix("step_")) for name in named)
 
     @property
     def latest(self) -> int | None:
@@ -235,7 +235,14 @@ class CheckpointManager:
         if best is not None and best not in names:
             fix = f"Name one of them in best=, or add {{{best!r}: math.nan}} where it is not known."
             problems.add("metrics", f"best= is {best!r}, and they are {names}", fix)
-        train_states.check_step(problems, state, step)
+        leaves, _ = run_inputs(state, "saving")
+        own = [int(leaf.value) for leaf in leaves if leaf.path == "step" and not leaf.shape]
+        if not own:
+            fix = f"Give a train state, or {{'step': {step}, 'model': model}}."
+            problems.add("state", "it has no number 'step'", fix)
+        elif own != [step]:
+            fix = f"Write save({own[0]}, state)."
+            problems.add("step", f"it is {step}, and the state's is {own[0]}", fix)
         problems.raise_if_any(errors.CheckpointWriteError)
 
     def _finish(self, finish: Callable[[], str], step: int) -> None:
@@ -301,13 +308,8 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"A checkpoint was not saved either: {failure}")
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _write_entry(metrics: Any, extra: Any) -> str:

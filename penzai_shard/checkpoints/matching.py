@@ -6,7 +6,6 @@ step after reading.
 """
 
 import dataclasses
-import functools
 import itertools
 import re
 from collections import Counter
@@ -85,9 +84,10 @@ class Options:
 
 
 def _suggest(name: str, known: Iterable[Any]) -> str:
-    if "*" in name:
-        known = dict.fromkeys(map(fold_key, known))
-    return f"Write {nearest(name, known) or next(iter(known), '')!r}."
+    """What to write in place of a name that nothing has; nothing where none is near."""
+    known = [*dict.fromkeys(map(fold_key, known) if "*" in name else known)]
+    near = known[0] if len(known) == 1 else nearest(name, known)
+    return f"Write {near!r}." if near else ""
 
 
 def read_options(
@@ -105,31 +105,52 @@ def read_options(
 ) -> Options:
     """Reads the options of a function that restores; see ``restore_params``.
 
-    ``more`` is what its other options have wrong, so that one error has all.
+    Args:
+        called: The function, for messages.
+        more: What is wrong with other options of it.
 
     Raises:
-        RuleTypeError: Some cannot be read.
+        RuleTypeError: Some cannot be read; all of them are in it.
     """
-    given = [() if x is None else x for x in (allow, only, except_)]
-    texts = [tuple(x) if isinstance(x, list | tuple | set) else (x,) for x in given]
+    words, chosen, left = (
+        tuple(x) if isinstance(x, list | tuple | set) else () if x is None else (x,)
+        for x in (allow, only, except_)
+    )
+    pattern, rules = "='**/weights'.", "={'stored': 'wanted'}."
+    # What is given, whether it can be read, and what to write.
+    table = {
+        "allow": (
+            allow,
+            all(word in _WORDS for word in words),
+            f"='cast', or several of {_WORDS}.",
+        ),
+        "only": (only, _are_texts(chosen), pattern),
+        "except_": (except_, _are_texts(left), pattern),
+        "rename_axes": (rename_axes, _are_rules(rename_axes), rules),
+        "names": (names, _are_rules(names), rules),
+        "axes": (axes, isinstance(axes, Mapping | None), "={'stored': ('axis', None)}."),
+        "others": (others, others in ("error", "keep"), "='error' or 'keep'."),
+        "verify": (verify, isinstance(verify, bool), "=True or False."),
+    }
     problems = Problems(f"{called} cannot read its options:")
-    for word in texts[0]:
-        if word not in _WORDS:
-            problems.add("allow", f"there is no word {word!r}", f"Write words of {_WORDS}.")
-    for option, patterns in {"only": texts[1], "except_": texts[2]}.items():
-        if not all(isinstance(pattern, str) for pattern in patterns):
-            problems.add(option, f"it is {patterns!r}", f"Write {option}='**/weights'.")
-    for option, value in {"rename_axes": rename_axes, "names": names, "axes": axes}.items():
-        if not isinstance(value, Mapping | None):
-            problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
-    if others not in ("error", "keep"):
-        problems.add("others", f"it is {others!r}", "Write others='error' or 'keep'.")
-    if not isinstance(verify, bool):
-        problems.add("verify", f"it is {verify!r}", "Write verify=False, or leave it out.")
     problems.extend(more)
+    for option, (value, is_read, fix) in table.items():
+        if not is_read:
+            problems.add(option, f"it is {value!r:.80}", f"Write {option}{fix}")
     problems.raise_if_any(errors.RuleTypeError)
-    only = texts[1] or ("**",)
-    return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], others == "keep", axes)
+    patterns = chosen or ("**",)
+    return Options(words, rename_axes or {}, names or {}, patterns, left, others == "keep", axes)
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _are_rules(value: Any) -> bool:
+    """Whether it says for texts other texts, or None."""
+    if not isinstance(value, Mapping):
+        return value is None
+    return _are_texts([*value, *(x for x in value.values() if x is not None)])
 
 
 # Matching
@@ -178,10 +199,10 @@ def match(
             sources[path] = matching.compare(path, *found, record)
         elif path not in kept or chosen != wanted.keys():
             missing.append(path)
-    matching.report_rest(missing)
     if not sources and not matching.problems:
-        what, fix = "the model has no stored path", "Write names={'stored': 'wanted'}."
-        matching.add("", what, "missing", fix)
+        missing = [*chosen]
+    # Where nothing is found, keeping all would be refused too.
+    matching.report_rest(missing, own if sources and not kept else ())
     matching.raise_problems(headline)
     return sources
 
@@ -233,7 +254,10 @@ class _Matching:
         words = [problem.kind for problem in self.problems if problem.kind in _WORDS]
         # One fix for all that can be allowed: written once, it is enough.
         fix = f"Write allow={tuple(dict.fromkeys([*self.options.allow, *words]))}."
-        problems = [dataclasses.replace(p, fix=p.fix or fix) for p in self.problems]
+        problems = [
+            dataclasses.replace(p, fix=p.fix or fix) if p.kind in _WORDS else p
+            for p in self.problems
+        ]
         if problems:
             raise errors.CheckpointMismatchError(headline, problems)
 
@@ -256,11 +280,11 @@ class _Matching:
 
     def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
         new: dict[Any, str] = dict(self.options.rename_axes)
-        axes = {name: "" for record in stored.values() for name in record.names or () if name}
+        self.stored_axes = {name for r in stored.values() for name in r.names or () if name}
         for old in new:
-            if old not in axes:
+            if old not in self.stored_axes:
                 what = f"rename_axes: no stored array has logical axis {old!r}"
-                self.add("", what, "axes", _suggest(old, axes))
+                self.add("", what, "axes", _suggest(old, self.stored_axes))
         return {
             path: dataclasses.replace(r, names=r.names and tuple(new.get(n, n) for n in r.names))
             for path, r in stored.items()
@@ -382,7 +406,8 @@ class _Matching:
             fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
             # An axis that others want under the old name cannot be renamed.
             if stored.shape == wanted.shape and not self.wanted_axes & pairs.keys():
-                fix = f"Write rename_axes={ {**self.options.rename_axes, **pairs} }."
+                kept = {k: x for k, x in self.options.rename_axes.items() if k in self.stored_axes}
+                fix = f"Write rename_axes={ {**kept, **pairs} }."
             self.add(path, f"the logical axes differ: {both}", "axes", fix)
         else:
             free = [*order]
@@ -391,7 +416,8 @@ class _Matching:
                 for name in wanted_names
             )
             if tuple(stored.shape[dim] for dim in order) != wanted.shape:
-                fix = "Build the model with these sizes."
+                # Or other names in ``axes=``, which nobody knows.
+                fix = "" if self.options.axes else "Build the model with these sizes."
                 self.add(path, f"the sizes differ: {both}", "sizes", fix)
 
         stack, pick = source.stack, source.pick
@@ -425,38 +451,53 @@ class _Matching:
 
     # What is left
 
-    def report_rest(self, missing: Sequence[str]) -> None:
+    def report_rest(self, missing: Sequence[str], keepable: Collection[str]) -> None:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
-        start = self.start
-        # Blocks have one rule, with a wildcard for the number.
-        left = {
-            fold_key(name.removeprefix(start)): fold_key(path.removeprefix(start))
-            for path, name in self.names.items()
-            if self.left[path] and path.startswith(start)
-        }
-        # Where thousands differ, comparing all with all takes minutes, and nobody reads so much.
-        if len({*map(fold_key, missing)}) > _MOST_SUGGESTIONS:
-            left = {}
-        find_nearest = functools.cache(lambda key: nearest(key, left) or "")
+        rules = self._suggest_names(missing)
         for path in missing:
             what = f"{self.holder} has no such array, and {self.wanted[path]} is wanted"
             fix = "Build what was saved, or keep own values: others='keep'."
-            new = fold_key(path.removeprefix(start))
-            old = left.get(find_nearest(new), "") if path.startswith(start) else ""
-            if old and old.count("*") == new.count("*"):
-                fix = f"Write names={ {old: new, **self._rules_without(old)} }."
+            if fold_key(path.removeprefix(self.start)) in rules.values():
+                fix = f"Write names={ {**rules, **self._rules_without(rules)} }."
+            elif path not in keepable:
+                fix = ""
             self.add(path, what, "missing", fix)
         for path, name in self.names.items():
             if self.left[path] and self.options.asks_for(name):
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 # A rule for one path says that the model has it.
-                is_ruled = path.removeprefix(start) in self.options.names
+                is_ruled = path.removeprefix(self.start) in self.options.names
                 kind, fix = ("names", _suggest(name, self.wanted)) if is_ruled else ("extra", "")
                 self.add(name, f"{what}, or fewer blocks", kind, fix)
 
-    def _rules_without(self, key: str) -> dict[str, str | None]:
-        """The rules for paths, without those that only the paths of one key fit."""
+    def _suggest_names(self, missing: Iterable[str]) -> dict[str, str]:
+        """Rules for stored arrays that fill none: those of the same sizes with the nearest path."""
+        # Blocks have one rule, with a wildcard for the number.
+        start = self.start
+        left, wanted = (
+            {fold_key(x.removeprefix(start)): sides[x] for x in paths if x.startswith(start)}
+            for sides, paths in (
+                (self.stored, [path for path in self.names if self.left[path]]),
+                (self.wanted, missing),
+            )
+        )
+        rules: dict[str, str] = {}
+        # Where thousands differ, comparing all with all takes minutes, and nobody reads so much.
+        for key, record in wanted.items() if len(wanted) <= _MOST_SUGGESTIONS else ():
+            alike = [
+                old
+                for old, other in left.items()
+                if sorted(other.shape) == sorted(record.shape)
+                and old.count("*") == key.count("*")
+                and old not in rules
+            ]
+            if old := alike[0] if len(alike) == 1 else nearest(key, alike):
+                rules[old] = key
+        return rules
+
+    def _rules_without(self, keys: Collection[str]) -> dict[str, str | None]:
+        """The rules for paths, without those that only the paths of these keys fit."""
         paths = [path.removeprefix(self.start) for path in self.stored]
-        rest = [path for path in paths if fold_key(path) != key]
+        rest = [path for path in paths if fold_key(path) not in keys]
         names = self.options.names
         return {old: new for old, new in names.items() if any(matches(old, x) for x in rest)}

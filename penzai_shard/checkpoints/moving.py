@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
+from penzai_shard import errors
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, itemsize
 from penzai_shard.arrays.structure import Leaf
@@ -23,20 +24,17 @@ from penzai_shard.checkpoints.filling import Bounds, Source
 from penzai_shard.checkpoints.matching import match, read_options
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
-from penzai_shard.errors import CheckpointMismatchError, Problem, Problems, ShardingError
-from penzai_shard.paths import fold_paths
+from penzai_shard.errors import Problem, Problems
 from penzai_shard.processes.arrays import put
 from penzai_shard.reports.quantities import bytes_text
-from penzai_shard.reports.report import Column, Report
 
 _CALLED = "move"
-_COLUMNS = Column("path", "path"), Column("from"), Column("what"), Column("sent", "bytes")
 
 
 def move(
     tree: Any,
     into: Any,
-    *,
+    *more: Any,
     names: Mapping[str, str | None] | None = None,
     rename_axes: Mapping[str, str] | None = None,
     only: Any = None,
@@ -46,15 +44,15 @@ def move(
 ) -> Any:
     """The values of one live tree in another: on another mesh, in other blocks, under other names.
 
-    From a trainer to a rollout, from another library's model to one of Penzai. What moved is logged
-    at level INFO of the logger "penzai_shard": its argument is a ``Report`` with a row per array,
-    how many bytes devices sent for it, and whether it arrived as it was.
+    From a trainer to a rollout, from another library's model to one of Penzai. How many arrays
+    moved, and how many bytes devices sent, is logged at level INFO of the logger "penzai_shard".
 
     Args:
         tree: A model, a tree of arrays, or a train state, with values. It is not changed.
         into: A tree of the same kind, with arrays or structs, which says where each array goes and
             how it is called. What is bound to no device, as a model that was just built, stays
             where the values are. It is not changed.
+        *more: Nothing: a mesh is no argument.
         names: For a path of ``tree``, or a pattern, the path in ``into``; see ``restore_params``.
             Of train states they are paths of parameters, and what the optimizer keeps follows.
         rename_axes: For a logical axis of ``tree`` its name in ``into``.
@@ -92,6 +90,10 @@ def move(
     >>> moved["blocks/w"].data_array.sharding.spec
     P(None, 'data')
     """
+    if more or isinstance(into, Mesh | AbstractMesh):
+        what = "a mesh or rules are given, and into= says where each array goes"
+        problem = Problem("into", what, "Write move(tree, into=place(model, mesh, rules)).")
+        raise errors.RuleTypeError(f"{_CALLED}:", [problem])
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
     options = read_options(_CALLED, only=only, except_=except_, others=others, **tolerance)
     given, _ = parameters.read_tree(_CALLED, tree)
@@ -100,11 +102,11 @@ def move(
     if is_state != parameters.is_train_state(leaves):
         fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
         problem = Problem("", "only one of the two is a train state", fix, "kind")
-        raise CheckpointMismatchError(headline, [problem])
+        raise errors.CheckpointMismatchError(headline, [problem])
     # State variables that both have, and what only the tree can give.
     here = {leaf.path for leaf in given}
-    more = {x.path for x in leaves if x.role == "state" or is_struct(x.value)} & here
-    stored, wanted = (_choose(side, more, is_state) for side in (given, leaves))
+    both = {x.path for x in leaves if x.role == "state" or is_struct(x.value)} & here
+    stored, wanted = (_choose(side, both, is_state) for side in (given, leaves))
     has, needs = ({leaf.path: make_record(leaf) for leaf in side} for side in (stored, wanted))
     own = parameters.paths_with_values(wanted)
     kinds: dict[str, Any] = {"own": own, "is_state": is_state, "holder": "the tree"}
@@ -114,7 +116,7 @@ def move(
     kept, _ = run_inputs({x.path: x.value for x in leaves if x.path not in sources}, _CALLED)
     layout = parameters.read_layout(_CALLED, into, None)
     arrays, values = {leaf.path: leaf for leaf in found}, {leaf.path: leaf.value for leaf in kept}
-    rows: list[Any] = [(path, "", "keep their values", 0) for path in values]
+    whats, total = Counter({"keep their values": len(values)}), 0
     lost = Problems("these arrays are not what was sent:")
     with plain_context(_CALLED):
         for leaf in wanted:
@@ -122,14 +124,12 @@ def move(
                 target = layout[leaf.path] if bound_sharding(leaf.value) else None
                 parts = [arrays[path] for path in source.stored]
                 values[leaf.path], what, sent = _move_array(leaf, source, parts, target, lost)
-                # Equal rows are folded, if they do not repeat their path.
-                came = fold_paths(source.stored)
-                rows.append((leaf.path, "" if came == leaf.path else came, what, sent))
-    said = ", ".join(f"{count:,} {what}" for what, count in Counter(x[2] for x in rows).items())
-    verdict = f"arrays: {said}; devices sent {bytes_text(sum(row[-1] for row in rows))}"
-    report = Report(_CALLED, verdict, _COLUMNS, rows, ok=not lost)
-    logging.getLogger("penzai_shard").info("%s", report)
-    lost.raise_if_any(ShardingError)
+                whats[what] += 1
+                total += sent
+    lost.raise_if_any(errors.ShardingError)
+    said = ", ".join(f"{count:,} {what}" for what, count in whats.items() if count)
+    text = "moved arrays: %s; devices sent %s"
+    logging.getLogger("penzai_shard").info(text, said, bytes_text(total))
     return parameters.fill_tree(leaves, structure, values)
 
 
@@ -188,7 +188,7 @@ def _cast(leaf: Leaf, array: jax.Array) -> jax.Array:
     if leaf.dtype.kind in "iu" and bool((cast != array).any()):
         what = f"it has numbers of {array.dtype} that {leaf.dtype} cannot hold"
         problem = Problem(leaf.path, what, f"Give an array of {array.dtype}.")
-        raise CheckpointMismatchError("numbers do not fit:", [problem])
+        raise errors.CheckpointMismatchError("numbers do not fit:", [problem])
     return cast
 
 

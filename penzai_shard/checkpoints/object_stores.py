@@ -80,6 +80,8 @@ def _call(error: Callable[..., Exception], act: str, url: str, function: Any) ->
     try:
         return function(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result())
     except Exception as reason:  # TensorStore raises whatever its drivers raise.
-        what = f"{act} fails there: {type(reason).__name__} {shorten(reason)}"
+        said = f"{type(reason).__name__} {shorten(reason)}"
+        # Of what is not there TensorStore says nothing else.
+        what = f"{act} fails there: {'nothing is there' if isinstance(reason, KeyError) else said}"
         fix = "Write the url that saving returned, or give permission there."
         raise error("there is no checkpoint:", [Problem(url, what, fix)]) from reason

@@ -19,15 +19,17 @@ from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.matching import OPTIMIZER, PARAMETERS, Options, match, read_options
-from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record
-from penzai_shard.checkpoints.restoring import restore
+from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record, read_manifest
+from penzai_shard.checkpoints.restoring import read_arrays
 from penzai_shard.checkpoints.saving import begin_save
+from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.errors import Problem, Problems
 from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
 from penzai_shard.placement.place import check_devices
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import plan_tree
+from penzai_shard.processes.agreement import together
 from penzai_shard.processes.arrays import put
 from penzai_shard.rules import OnIndivisible
 from penzai_shard.surgery.inserted import flatten_bare
@@ -263,7 +265,8 @@ def restore_params(
     """
     called, relaxed = "restore_params", {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
-    options = read_options(called, only=only, except_=except_, others=others, **tolerance)
+    chosen = {"only": only, "except_": except_, "others": others}
+    options = read_options(called, **chosen, **tolerance, verify=verify)
     leaves, structure = read_tree(called, model)
     layout = read_layout(called, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
     return restore_tree(called, path, leaves, structure, layout, options, verify)
@@ -288,10 +291,12 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     problems.extend(structure.problems)
     for leaf in leaves or [Leaf("", None, (), None, tree)]:
         if leaf.dtype is None or not leaf.path:
-            what = f"this {type(leaf.value).__name__} is not one"
+            what, fix = f"this {type(leaf.value).__name__} is not one", "Write {'name': array}."
             is_path = not leaf.path and isinstance(leaf.value, str | os.PathLike)
-            fix = f"Write {called}(path, model)" if is_path else "Write {'name': array}"
-            problems.add(leaf.path, what, f"{fix}.")
+            if is_path and called.startswith(("save", "restore")):
+                what = "the arguments are swapped: a path stands in the place of the model"
+                fix = f"Write {called}(path, model)."
+            problems.add(leaf.path, what, fix)
     problems.raise_if_any(errors.RuleTypeError)
     leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
     return name_statistics(leaves), structure
@@ -385,7 +390,7 @@ def restore_tree(
 
     Args:
         called: The function that was called, for messages.
-        path: The checkpoint.
+        path: The checkpoint, or what it holds.
         leaves: The arrays of the tree.
         structure: The rest of the tree.
         layout: The sharding of each array by path.
@@ -407,35 +412,41 @@ def restore_tree(
     run_inputs(others, called)
     own = paths_with_values(wanted)
 
-    def choose(manifest: Manifest) -> Any:
+    with together("reading what a checkpoint holds"), plain_context(called):
+        manifest = path if isinstance(path, Manifest) else read_manifest(path)
         headline = f"the checkpoint at {manifest.path} does not fit:"
         if manifest.kind in ("params", "tensors") and is_state:
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
             raise errors.CheckpointMismatchError(headline, [problem])
+        # A folder of Hugging Face, to a function that knows no architectures.
+        is_foreign = options.axes is None and records.keys().isdisjoint(manifest.records)
+        if is_foreign and not options.names and os.path.isfile(f"{manifest.path}/config.json"):
+            what = "the model has none of its paths, and it has the configuration of another"
+            fix = "Write load_safetensors(path, mesh, rules)."
+            raise errors.CheckpointMismatchError(headline, [Problem("", what, fix, "names")])
         start, stored = "", manifest.records
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
         sources = find(stored, records, options, headline=headline, own=own, is_state=is_state)
-        first = {name: stored[source.stored[0]] for name, source in sources.items()}
-        # What others wrote has no checksums, and no names that could be absent on purpose.
-        if any(
-            x.names is None and (options.axes is None if records[name].names else not x.values)
-            for name, x in first.items()
-        ):
-            what = "stores no logical axis names of these arrays: only their shapes were compared"
-            errors.warn_caller([f"the checkpoint at {manifest.path} {what}."])
-        for name, source in sources.items():
-            paths = tuple(start + path for path in source.stored)
-            sources[name] = dataclasses.replace(source, stored=paths)
-        structs = {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout[leaf.path])
-            for leaf in wanted
-            if leaf.path in sources
-        }
-        return sources, structs
-
-    values = restore(called, path, choose, verify=verify, free=free, shown=shown)
+    first = {name: stored[source.stored[0]] for name, source in sources.items()}
+    # What others wrote has no checksums, and no names that could be absent on purpose.
+    if any(
+        x.names is None and (options.axes is None if records[name].names else not x.values)
+        for name, x in first.items()
+    ):
+        what = "stores no logical axis names of these arrays: only their shapes were compared"
+        errors.warn_caller([f"the checkpoint at {manifest.path} {what}."])
+    for name, source in sources.items():
+        paths = tuple(start + path for path in source.stored)
+        sources[name] = dataclasses.replace(source, stored=paths)
+    structs = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout[leaf.path])
+        for leaf in wanted
+        if leaf.path in sources
+    }
+    reading: dict[str, Any] = {"verify": verify, "free": free, "shown": shown}
+    values: dict[str, Any] = {**read_arrays(called, manifest, sources, structs, **reading)}
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

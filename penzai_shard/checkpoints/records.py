@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import object_stores, storage, tensor_files
-from penzai_shard.checkpoints.filling import OpenableStore
-from penzai_shard.checkpoints.replacement import content_of
+from penzai_shard.checkpoints.filling import Store
 from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError
 from penzai_shard.paths import nearest
 
@@ -105,7 +104,7 @@ class Manifest:
     kind: str | None
     records: Mapping[str, ArrayRecord]
     metadata: Mapping[str, Any]
-    store: OpenableStore
+    store: Store
 
 
 def write_metadata(
@@ -145,6 +144,8 @@ def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or "://" in text:
         what = f"{path!r} is no path of a file system"
+        if not isinstance(path, str | os.PathLike):
+            what = f"this {type(path).__name__} is no path; the arguments may be swapped"
         fix = "Write for instance 'runs/may/params'; mount an object store as a file system."
         raise RuleTypeError("a checkpoint needs a path:", [Problem("", what, fix)])
     return pathlib.Path(os.path.abspath(os.path.expanduser(text)))
@@ -167,24 +168,23 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if object_stores.is_url(path):
         return _read_remote(str(path))
     final = absolute_path(path)
-    directory = content_of(final)
-    if not is_checkpoint(directory):
-        if tensor_files.is_tensors(directory):
-            return _read_tensors(final, directory)
+    if not is_checkpoint(final):
+        if tensor_files.is_tensors(final):
+            return _read_tensors(final)
         raise CheckpointNotFoundError(_ABSENT, [_explain_absence(path, final)])
     # Opening a pipe in place of a file would never end.
-    files = [file for file in directory.rglob("*") if not file.is_dir()]
+    files = [file for file in final.rglob("*") if not file.is_dir()]
     others = [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]
-    texts = [str(file.relative_to(directory)) for file in others]
+    texts = [str(file.relative_to(final)) for file in others]
     storage.refuse_damage(final, dict.fromkeys(texts, "it is no readable file"))
     with storage.refuse_junk(final, f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"):
         # Old releases of Orbax wrote no file.
-        file = directory / METADATA
+        file = final / METADATA
         content = json.loads(file.read_bytes()) if file.exists() else {}
         metadata = dict(content.get("custom_metadata") or {})
-        if SECTION in metadata or (directory / MARKER).exists():
-            return _read_own(final, directory / storage.STATE, metadata)
-        store = storage.find_plain_store(final, directory)
+        if SECTION in metadata or (final / MARKER).exists():
+            return _read_own(final, final / storage.STATE, metadata)
+        store = storage.find_plain_store(final)
     if store is None:
         raise CheckpointNotFoundError(_ABSENT, [_explain_absence(path, final)])
 
@@ -196,24 +196,29 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Problem:
     # Either of the last two pieces of the path may be misspelt, or it may be inside.
-    inside = sorted(map(str, filter(_can_be_read, final.glob("*"))))
+    what = "it is no checkpoint"
+    inside = sorted(filter(_can_be_read, final.glob("*")))
     beside = (*final.parent.glob("*"), *final.parent.parent.glob(f"*/{final.name}"))
-    paths = {"/".join(found.parts[-2:]): str(found) for found in filter(_can_be_read, beside)}
+    paths = {"/".join(x.parts[-2:]): str(x) for x in filter(_can_be_read, beside)}
     near = nearest("/".join(final.parts[-2:]), paths)
     fix = "Write the path that saving returned, or that of safetensors files, which " + (
         f"model.save_pretrained or huggingface_hub.snapshot_download({os.fspath(path)!r}) makes."
     )
-    if near or inside:
-        fix = f"Write {paths[near] if near else inside[-1]!r}."
-    return Problem(str(final), "it is no checkpoint", fix)
+    # Of the steps of a run the newest.
+    if found := str(inside[-1]) if inside else paths.get(near or ""):
+        fix = f"Write {found!r}."
+    elif final.suffix == ".bin" or [*final.glob("*.bin")]:
+        what = "it holds torch's own files, which are not read"
+        fix = "Convert them: safetensors.torch.save_file(torch.load(file), 'model.safetensors')."
+    return Problem(str(final), what, fix)
 
 
 def _can_be_read(path: pathlib.Path) -> bool:
     return is_checkpoint(path) or tensor_files.is_tensors(path)
 
 
-def _read_tensors(final: pathlib.Path, content: pathlib.Path) -> Manifest:
-    store = tensor_files.TensorStore(final, content)
+def _read_tensors(final: pathlib.Path) -> Manifest:
+    store = tensor_files.TensorStore(final, final)
     found = store.open(store.names)
     records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
     if any(MARKER in {*texts, *texts.values()} for texts in store.texts.values()):

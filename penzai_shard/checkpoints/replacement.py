@@ -1,14 +1,18 @@
 """Replaces a directory in one step, so that its old content is lost at no moment.
 
 The new content is written into a staging directory beside the path, whose lock the writer holds as
-long as it lives. A staging directory that nobody locks is what a killed writer left.
+long as it lives. A staging directory that nobody locks is what a killed writer left. Both contents
+are exchanged in one step; where the system has none, nothing is replaced.
 """
 
 import contextlib
 import ctypes
+import errno
 import os
 import pathlib
 import shutil
+import threading
+import time
 from typing import Any, NoReturn
 
 from penzai_shard.errors import CheckpointWriteError, Problem
@@ -16,6 +20,7 @@ from penzai_shard.errors import CheckpointWriteError, Problem
 _SUFFIX = ".penzai-shard-saving"
 _EXCHANGE = 2  # RENAME_EXCHANGE.
 _HERE = -100  # AT_FDCWD.
+_SECONDS_TO_STOP = 5.0
 
 
 def refuse_save(path: object, what: str, fix: str) -> NoReturn:
@@ -28,28 +33,8 @@ def refuse_save(path: object, what: str, fix: str) -> NoReturn:
 
 
 def content_of(final: pathlib.Path) -> pathlib.Path:
-    """The directory whose content counts as that of a path.
-
-    It is another one only if a save was killed between two renames.
-    """
-    aside = _staging_of(final) / "old"
-    return aside if not final.exists() and aside.is_dir() else final
-
-
-def _staging_of(final: pathlib.Path) -> pathlib.Path:
-    final = pathlib.Path(os.path.realpath(final))
-    return final.with_name(f".{final.name}{_SUFFIX}")
-
-
-def paths_in(folder: pathlib.Path) -> set[pathlib.Path]:
-    """The paths in a folder, with those whose content was set aside by a save that was killed."""
-    entries = {*folder.iterdir()} if folder.is_dir() else set()
-    staged = {entry for entry in entries if entry.name.endswith(_SUFFIX)}
-    return (entries - staged) | {_final_of(staging) for staging in staged}
-
-
-def _final_of(staging: pathlib.Path) -> pathlib.Path:
-    return staging.with_name(staging.name.removesuffix(_SUFFIX)[1:])
+    """The directory whose content counts as that of a path."""
+    return final
 
 
 class Replacement:
@@ -65,15 +50,16 @@ class Replacement:
 
     def __init__(self, final: pathlib.Path) -> None:
         self.final = pathlib.Path(os.path.realpath(final))
-        self._staging = _staging_of(final)
+        self._staging = self.final.with_name(f".{self.final.name}{_SUFFIX}")
         self._lock: Any = None
+        self._threads = {*threading.enumerate()}
         self.new = self._staging / "writing" / "new"
 
     def begin(self) -> None:
         """Makes the staging directory, and removes those that killed writers left.
 
         Raises:
-            OSError: A directory cannot be made.
+            OSError: A directory cannot be made, or what is at the path cannot be replaced.
             CheckpointWriteError: Somebody else is saving to the path.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +72,9 @@ class Replacement:
             fix = "Wait for it, or save to another path."
             refuse_save(self.final, "somebody else is saving there now", fix)
         self.new.parent.mkdir()
+        if self.final.exists():  # It is tried before a large model is written.
+            (self._staging / "other").mkdir()
+            exchange(self.new.parent, self._staging / "other")
 
     def check_disk(self) -> None:
         """Checks in another process than the one that began that it writes to the same disk.
@@ -104,12 +93,8 @@ class Replacement:
             for name in names:
                 _synchronise(os.path.join(folder, name))
             _synchronise(folder)
-        if not self.final.exists():
-            os.rename(self.new, self.final)
-        elif not exchange(self.new, self.final):
-            # If the second of these fails, ``close`` undoes the first.
-            os.rename(self.final, self._staging / "old")
-            os.rename(self.new, self.final)
+        put_in_place = exchange if self.final.exists() else os.rename
+        put_in_place(self.new, self.final)
         _synchronise(self.final.parent)
 
     def stop_writers(self) -> None:
@@ -118,11 +103,16 @@ class Replacement:
             with contextlib.suppress(OSError):
                 os.rename(self.new.parent, self._staging / "stopped")
                 self.new.parent.touch()
+        # Orbax' threads end then. Their own ``join`` raises what the save has failed with.
+        end = time.monotonic() + _SECONDS_TO_STOP
+        for thread in {*threading.enumerate()} - {*self._threads, threading.current_thread()}:
+            if not thread.daemon and not thread.name.startswith("asyncio_"):
+                threading.Thread.join(thread, max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Removes the staging directory, and frees the path for other savers."""
         if self._lock is not None:
-            _discard(self._staging, self.final)
+            shutil.rmtree(self._staging, ignore_errors=True)
             self._lock.close()
             self._lock = None
 
@@ -132,14 +122,7 @@ def _clear(leftover: pathlib.Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if (lock := _lock(leftover)) is not None:
             with lock:
-                _discard(leftover, _final_of(leftover))
-
-
-def _discard(staging: pathlib.Path, final: pathlib.Path) -> None:
-    """Removes a staging directory, once nothing in it is needed."""
-    if (staging / "old").is_dir() and not final.exists():
-        os.rename(staging / "old", final)
-    shutil.rmtree(staging, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _lock(staging: pathlib.Path) -> Any:
@@ -155,13 +138,15 @@ def _lock(staging: pathlib.Path) -> Any:
     return file
 
 
-def exchange(first: pathlib.Path, second: pathlib.Path) -> bool:
-    """Exchanges two directories in one step; False where the system, if not Linux, cannot."""
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    return not rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE)
+def exchange(first: pathlib.Path, second: pathlib.Path) -> None:
+    """Exchanges two directories in one step.
+
+    Raises:
+        OSError: The file system cannot, or the system, if it is not Linux.
+    """
+    rename = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
+    if rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE):
+        raise OSError(errno.ENOTSUP, "nothing can be replaced in one step on this file system")
 
 
 def _synchronise(path: str | os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
 """Reports on checkpoints: what one holds, in what two differ, and whether one is as it was saved.
 
-A checkpoint is here whatever ``restore_params`` reads. All but ``verify_checkpoint`` read its
-metadata only, and to compare, the numbers of arrays of which no checksum was saved.
+A checkpoint is here whatever ``restore_params`` reads. To compare and to verify, its numbers are
+read; to describe, its metadata only.
 """
 
 import dataclasses
@@ -20,19 +20,11 @@ from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import read_checksum
 from penzai_shard.checkpoints.manager import CheckpointManager
 from penzai_shard.checkpoints.object_stores import is_url
-from penzai_shard.checkpoints.records import (
-    ArrayRecord,
-    Manifest,
-    absolute_path,
-    is_checkpoint,
-    make_record,
-    read_manifest,
-)
-from penzai_shard.checkpoints.replacement import content_of
+from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record, read_manifest
 from penzai_shard.checkpoints.restoring import open_arrays
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
-from penzai_shard.errors import CheckpointDamagedError
+from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError
 from penzai_shard.progress import progress as draw_progress
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, Report
@@ -76,12 +68,14 @@ def describe_checkpoint(path: Any) -> Report:
     >>> report.to_data()["rows"][0]
     {'path': 'v', 'array': 'float32[8]', 'size': 32}
     """
-    if not is_url(path) and not is_checkpoint(content_of(absolute_path(path))):
-        manager = CheckpointManager(path)
-        if steps := manager.steps():
-            return _describe_run(manager, steps)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointNotFoundError:
+        manager = None if is_url(path) else CheckpointManager(path)
+        if manager is None or not manager.steps():
+            raise
+        return _describe_run(manager, manager.steps())
 
-    manifest = read_manifest(path)
     records = manifest.records.values()
     rows = [(name, str(record), record.nbytes) for name, record in sorted(manifest.records.items())]
     notes = []
@@ -115,8 +109,8 @@ def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:
 def compare_checkpoints(first: Any, second: Any) -> Report:
     """In what two checkpoints differ, or a checkpoint and a model or train state.
 
-    Values are compared by their checksums, where axes, sizes and dtypes are equal. Of a train state
-    and a model the parameters are compared.
+    Values are read, and compared where axes, sizes and dtypes are equal. Of a train state and a
+    model the parameters are compared.
 
     Args:
         first: The path of a checkpoint, or a tree.
@@ -128,8 +122,8 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        CheckpointDamagedError: What it says of its arrays is not what was saved, or numbers that
-            have no checksum cannot be read.
+        CheckpointDamagedError: What it says of its arrays is not what was saved, or numbers cannot
+            be read.
         RuleTypeError, ShardingError: A tree has no arrays, or some were donated.
 
     >>> import tempfile
@@ -158,18 +152,21 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
     verdict = f"{len(rows):,} of {len(names):,} arrays differ: {said}"
     if not rows:
         verdict = f"all {len(names):,} arrays are equal"
-    unknown = sum(None in (one[name].values, two[name].values) for name in both)
-    notes = [f"{unknown:,} arrays have no values on one side: none were compared"] * bool(unknown)
+    if unknown := sum(None in (one[name].values, two[name].values) for name in both):
+        verdict += f"; of {unknown:,} no values were compared, as they are shapes on one side"
+    notes = []
+    if not both:
+        notes.append("no path is in both: restore_params(path, model, names={...}) says what fits")
     return Report("Comparison", verdict, _COMPARED, rows, notes, ok=not rows)
 
 
 def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
     """One side with the checksums of its numbers, and what counts only if the other has it too."""
     if isinstance(side, str | os.PathLike):
+        # What was saved may not be what is there now.
         manifest = read_manifest(side)
         stored = manifest.records
-        lacking = [name for name, record in stored.items() if record.values is None]
-        sums, damaged = _read_checksums(manifest, lacking)
+        sums, damaged = _read_checksums(manifest, stored)
         refuse_damage(manifest.path, damaged)
         read = {n: dataclasses.replace(stored[n], values=x) for n, x in sums.items()}
         return {**stored, **read}, ()

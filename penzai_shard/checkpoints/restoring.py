@@ -1,9 +1,8 @@
-"""Restores arrays onto any mesh: chosen by name, read in parts, verified as they are read."""
+"""Reads arrays of a checkpoint onto any mesh, in parts, verified as they are read."""
 
 import dataclasses
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,30 +16,26 @@ from penzai_shard.processes import agreement
 from penzai_shard.progress import progress
 from penzai_shard.reports.quantities import bytes_text
 
-Sources = Mapping[str, Source]
-Structs = Mapping[str, jax.ShapeDtypeStruct]
 
-_LOGGER = logging.getLogger("penzai_shard")
-
-
-def restore(
+def read_arrays(
     called: str,
-    path: str | os.PathLike[str] | Manifest,
-    choose: Callable[[Manifest], tuple[Sources, Structs]],
+    manifest: Manifest,
+    sources: Mapping[str, Source],
+    structs: Mapping[str, jax.ShapeDtypeStruct],
     *,
     verify: bool = True,
     free: Any = (),
     shown: bool = False,
 ) -> dict[str, jax.Array]:
-    """Restores arrays, on any devices; with several processes all call it.
+    """Reads arrays onto any devices; with several processes all call it.
 
-    Any of the arrays can be donated. What it cost this process is logged.
+    Any of the arrays can be donated. What this process has read is logged.
 
     Args:
         called: The function that was called, for messages.
-        path: The checkpoint, or what it holds, if that was read already.
-        choose: Says for what a checkpoint holds what each array is to be read from, and which
-            shape, dtype and sharding it gets. Where a struct has no sharding, the array goes to the
+        manifest: What the checkpoint holds.
+        sources: What each array is read from.
+        structs: The shape, dtype and sharding that each gets. Without a sharding it goes to the
             default device.
         verify: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
@@ -48,28 +43,28 @@ def restore(
         shown: Whether a terminal shows a bar of what is read.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint.
         CheckpointDamagedError: Something is not as it was saved, or was replaced while it was read;
             all that differs is in it.
         CheckpointMismatchError: A number does not fit into the dtype that is wanted.
         ShardingError: Processes want other arrays, or see other checkpoints.
     """
-    with agreement.together("reading what a checkpoint holds"), plain_context(called):
-        manifest = path if isinstance(path, Manifest) else read_manifest(path)
-        sources, structs = choose(manifest)
     # Each process may have other arrays to itself.
-    spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
+    spread = {
+        name: str(struct)
+        for name, struct in structs.items()
+        if struct.sharding and not struct.sharding.is_fully_addressable
+    }
     agreement.refuse_differences(called, spread)
     with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
         # In one order in all processes. Arrays without elements have an entry only.
         names = sorted({name for source in sources.values() for name in source.stored})
         records = {name: manifest.records[name] for name in names}
         full = [name for name, record in records.items() if record.nbytes]
-
         open_arrays(manifest, full)
         for array in jax.tree.leaves(free):
             if isinstance(array, jax.Array):
                 array.delete()
+
         # Random keys are read as their numbers, and made again.
         record_of = {name: records[source.stored[0]] for name, source in sources.items()}
         pairs = {
@@ -77,34 +72,24 @@ def restore(
             for name, source in sources.items()
         }
         checked = [name for name in full if verify and records[name].values]
-        read, before = 0, _read_resident_bytes()
-        peak = before
+        shapes = {name: records[name].stored_shape for name in checked}
         with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
-
-            def advance(size: int) -> None:
-                nonlocal read, peak
-                read, peak = read + size, max(peak, _read_resident_bytes())
-                bar.advance(size)
-
-            shapes = {name: records[name].stored_shape for name in checked}
-            store = ChecksumStore(manifest.store, shapes, advance)
+            store = ChecksumStore(manifest.store, shapes, bar.advance)
             arrays = fill_arrays(pairs, store)
             found = store.compute_checksums()
         changed = [name for name in checked if found[name] != records[name].values]
         what = "its numbers are not those that were saved"
         refuse_damage(manifest.path, dict.fromkeys(changed, what))
+        # Without checksums nothing else tells that some arrays are of one save, some of another.
+        if not verify and read_manifest(manifest.path).records != manifest.records:
+            refuse_damage(manifest.path, {"": "it was replaced while it was read"})
         landed = sum(array.nbytes for array in arrays.values())
-        sizes = map(bytes_text, (landed, read, peak - before))
-        text = "restored %s, read %s, the host's memory grew by at most %s: %s"
-        _LOGGER.info(text, *sizes, manifest.path)
+        sizes = bytes_text(landed), bytes_text(store.bytes_read)
+        logging.getLogger("penzai_shard").info("restored %s, read %s: %s", *sizes, manifest.path)
         for name, record in record_of.items():
             if record.key_impl is not None:
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
         return arrays
-
-
-def _is_spread(struct: jax.ShapeDtypeStruct) -> bool:
-    return bool(struct.sharding and not struct.sharding.is_fully_addressable)
 
 
 def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
@@ -120,15 +105,6 @@ def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
         if (shape, dtype) != said:
             damaged[name] = f"its entry says {said[1]}{[*said[0]]}, stored is {dtype}{[*shape]}"
     refuse_damage(manifest.path, damaged)
-
-
-def _read_resident_bytes() -> int:
-    """The memory that this process holds; 0 where the system, if not Linux, does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _read_as_numbers(

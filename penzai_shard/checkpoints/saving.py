@@ -9,9 +9,7 @@ import dataclasses
 import errno
 import os
 import pathlib
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,22 +18,15 @@ import numpy as np
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_key_type
 from penzai_shard.arrays.structure import Leaf
+from penzai_shard.checkpoints import records
 from penzai_shard.checkpoints.object_stores import is_url, upload
-from penzai_shard.checkpoints.records import (
-    MARKER,
-    absolute_path,
-    is_checkpoint,
-    make_record,
-    write_metadata,
-)
 from penzai_shard.checkpoints.replacement import Replacement, refuse_save
 from penzai_shard.checkpoints.storage import begin_writing, shorten
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import ShardingError
 from penzai_shard.processes.agreement import on_first, refuse_differences, together
 
-_SECONDS_TO_STOP = 5.0
-_NO_ROOM_OR_PERMISSION = errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS
+_HELPED_ELSEWHERE = errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTSUP
 
 
 def begin_save(
@@ -72,10 +63,12 @@ def begin_save(
     if is_url(path):
         # Not in the background: whoever saves there waits.
         upload(
-            str(path), MARKER, lambda x: begin_save(called, x, leaves, kind, metadata=metadata)()
+            str(path),
+            records.MARKER,
+            lambda x: begin_save(called, x, leaves, kind, metadata=metadata)(),
         )
         return lambda: str(path)
-    final = absolute_path(path)
+    final = records.absolute_path(path)
     on_first("looking for what is at a path", lambda: refuse_existing(final, overwrite))
     with together("checking what is to be saved"):
         # On meshes with Auto axes.
@@ -85,27 +78,27 @@ def begin_save(
     with plain_context(called):
         numbers = {leaf.path: _read_numbers(leaf.value, leaf.dtype) for leaf in leaves}
         checksums = compute_checksums(numbers)
-    records = {leaf.path: make_record(leaf, checksums[leaf.path]) for leaf in leaves}
-    refuse_differences(called, {name: repr(record) for name, record in records.items()})
+    saved = {leaf.path: records.make_record(leaf, checksums[leaf.path]) for leaf in leaves}
+    refuse_differences(called, {name: repr(record) for name, record in saved.items()})
 
-    replacement, threads = Replacement(final), frozenset(threading.enumerate())
-    with undo_on_failure(replacement, threads):
+    replacement = Replacement(final)
+    with undo_on_failure(replacement):
         on_first(f"beginning to save to {final}", replacement.begin)
         # Not together with Orbax, which waits for processes that have failed.
         with together("looking for what the first process has made"):
             replacement.check_disk()
         with together("beginning to write"):
             full = {name: array for name, array in numbers.items() if array.size}
-            section = write_metadata(records, kind, metadata or {})
+            section = records.write_metadata(saved, kind, metadata or {})
             wait = begin_writing(replacement.new, full, section, copy=copy)
 
     def put_in_place() -> None:
         refuse_existing(final, overwrite)
-        (replacement.new / MARKER).touch()
+        (replacement.new / records.MARKER).touch()
         replacement.commit()
 
     def finish() -> str:
-        with undo_on_failure(replacement, threads):
+        with undo_on_failure(replacement):
             with together("writing a checkpoint"):
                 wait()
             on_first("putting a checkpoint in its place", put_in_place)
@@ -116,7 +109,9 @@ def begin_save(
 
 
 def refuse_existing(
-    final: pathlib.Path, overwrite: bool, is_ours: Callable[[pathlib.Path], bool] = is_checkpoint
+    final: pathlib.Path,
+    overwrite: bool,
+    is_ours: Callable[[pathlib.Path], bool] = records.is_checkpoint,
 ) -> None:
     """Refuses a path at which something is that is not to be replaced.
 
@@ -147,9 +142,7 @@ def _read_numbers(array: Any, dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undo_on_failure(
-    replacement: Replacement, before: Collection[threading.Thread]
-) -> Iterator[None]:
+def undo_on_failure(replacement: Replacement, _: Any = None) -> Iterator[None]:
     """Leaves nothing behind if a save fails, neither files nor threads that write them.
 
     Of what Orbax and the system raise it makes one error.
@@ -158,15 +151,9 @@ def undo_on_failure(
         yield
     except BaseException as error:
         replacement.stop_writers()
-        # Orbax' threads end once their directory is gone. Their own ``join`` raises once more what
-        # the save has failed with.
-        end = time.monotonic() + _SECONDS_TO_STOP
-        for thread in {*threading.enumerate()} - {*before, threading.current_thread()}:
-            if not thread.daemon and not thread.name.startswith("asyncio_"):
-                threading.Thread.join(thread, max(0.0, end - time.monotonic()))
         replacement.close()
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
         fix = "Make room or give permission there, or save to another path."
-        fix = fix if getattr(error, "errno", None) in _NO_ROOM_OR_PERMISSION else ""
+        fix = fix if getattr(error, "errno", None) in _HELPED_ELSEWHERE else ""
         refuse_save(replacement.final, shorten(error), fix)

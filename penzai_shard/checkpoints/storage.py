@@ -182,7 +182,7 @@ class OrbaxStore:
             raise
 
 
-def find_plain_store(path: pathlib.Path, directory: pathlib.Path) -> OrbaxStore | None:
+def find_plain_store(path: pathlib.Path) -> OrbaxStore | None:
     """The arrays of a tree that somebody saved with Orbax; None where there are several trees.
 
     Texts and empty containers of the tree are no arrays, and are left out. Typed random keys are
@@ -191,6 +191,7 @@ def find_plain_store(path: pathlib.Path, directory: pathlib.Path) -> OrbaxStore 
     Raises:
         OSError, ValueError, LookupError, TypeError: A file is damaged.
     """
+    directory = path
     if not (directory / PLAIN_METADATA).exists():
         trees = [found.parent for found in directory.glob(f"*/{PLAIN_METADATA}")]
         if len(trees) != 1:

@@ -7,11 +7,10 @@ paths, and those that an optimizer keeps have the logical axes of their paramete
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints.matching import OPTIMIZER, read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
-from penzai_shard.errors import Problem, Problems, RuleTypeError
+from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -55,22 +54,6 @@ def begin_save_train_state(
     leaves, _ = read_tree(called, train_state)
     saved = [leaf for leaf in leaves if leaf.role != "constant"]
     return begin_save(called, path, saved, "train_state", **options)
-
-
-def check_step(problems: Problems, train_state: Any, step: int) -> None:
-    """Adds a problem if a tree is no train state, or that of another step.
-
-    Raises:
-        ShardingError: Arrays have no values; all of them are in it.
-    """
-    leaves, _ = run_inputs(train_state, "saving")
-    own = [int(leaf.value) for leaf in leaves if leaf.path == "step" and not leaf.shape]
-    if not own:
-        fix = f"Give a train state, or {{'step': {step}, 'model': model}}."
-        problems.add("state", "it has no number 'step'", fix)
-    elif own != [step]:
-        fix = f"Write save({own[0]}, state)."
-        problems.add("step", f"it is {step}, and the state's is {own[0]}", fix)
 
 
 def restore_train_state(
@@ -126,7 +109,8 @@ def restore_train_state(
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
     """
     called = "restore_train_state"
-    options = read_options(called, allow=allow, rename_axes=rename_axes, names=names)
+    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
+    options = read_options(called, **tolerance, verify=verify)
     leaves, structure = read_tree(called, train_state)
     if shardings is None:
         relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}

@@ -21,7 +21,7 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.checkpoints import replacement, restoring
+from penzai_shard.checkpoints import restoring
 from penzai_shard.checkpoints.saving import begin_save
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "ctypes")
@@ -164,16 +164,14 @@ def main(folder):
     assert restore(folder / "killed" / "may")
     # What there is now is not looked through for each failure.
     gc.freeze()
-    steps, exchange, path = Steps(folder), replacement.exchange, folder / "stopped" / "may"
+    steps, path = Steps(folder), folder / "stopped" / "may"
     value = stop_save(path, 0, "not_at_all", steps.stop(Stopped, 10**9))
     last = steps.count
-    for exchanges in (True, False):
-        replacement.exchange = exchange if exchanges else lambda first, second: False
-        for error in (Stopped, KeyboardInterrupt, PermissionError):
-            # Most of them at the end, where the old checkpoint is replaced.
-            for first in [*range(1, last - 5, 12), *range(last - 5, last + 1)]:
-                name = f"{error.__name__}_at_{first}_of_{last}"
-                value = stop_save(path, value, name, steps.stop(error, first))
+    for error in (Stopped, KeyboardInterrupt, PermissionError):
+        # Most of them at the end, where the old checkpoint is replaced.
+        for first in [*range(1, last - 5, 3), *range(last - 5, last + 1)]:
+            name = f"{error.__name__}_at_{first}_of_{last}"
+            value = stop_save(path, value, name, steps.stop(error, first))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for limit in (0, 1, 3_000, 30_000):
         value = stop_save(path, value, f"limit_of_{limit}_bytes", fill_disk(limit))

@@ -173,7 +173,7 @@ def test_read_manifest_of_other_forms_says_what_to_do(tmp_path, monkeypatch):
     torch.parent.mkdir()
     torch.touch()
     monkeypatch.chdir(tmp_path)
-    fixes = {torch: "save_pretrained", torch.parent: "save_pretrained"}
+    fixes = dict.fromkeys([torch, torch.parent], "safetensors.torch.save_file")
     for path, fix in {**fixes, "google/gemma-2b": "snapshot_download('google/gemma-2b')"}.items():
         with pytest.raises(pzs.CheckpointNotFoundError) as caught:
             read_manifest(path)
