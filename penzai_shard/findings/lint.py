@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from penzai_shard.errors import Problem, RuleTypeError
-from penzai_shard.findings.flows import find_call_errors, follow_flows
-from penzai_shard.findings.rules import find_unplanned, find_unused, find_waste
+from penzai_shard.findings.flows import follow_flows
+from penzai_shard.findings.rules import find_problems, find_unused, find_waste
 from penzai_shard.findings.subject import ERRORS, Finding, fold_findings, read_subject
 from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning import arguments
@@ -102,16 +102,15 @@ def lint(
         problem = Problem("min_bytes", f"it is {min_bytes!r}", "Write min_bytes=2**20.")
         raise RuleTypeError("lint:", [problem])
 
-    subject = read_subject(model_or_state, request, rules, batch, min_bytes)
-    flows = follow_flows(subject)
+    subject = read_subject(model_or_state, request, rules)
+    flows = follow_flows(subject, batch, min_bytes)
     known = subject.logical_axes | flows.logical_axes
-    found = [*find_unplanned(subject), *find_unused(subject, known), *flows.findings]
+    found = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
     notes = [*flows.notes]
     if any(one.kind in ERRORS for one in found):
-        notes.append("waste was not looked for: mend the errors, and lint again")
+        notes.append("mend the errors, and lint again: waste was not looked for")
     else:
-        found += find_waste(subject, known, flows.mesh_axes)
-        found += find_call_errors(flows, subject)
+        found += find_waste(subject, known, flows.mesh_axes, min_bytes)
     found = fold_findings(found)
     found.sort(key=lambda one: (one.kind not in ERRORS, -one.wasted_bytes))
     what = f"{len(subject.rows):,} arrays on mesh ({mesh_text(request.mesh)})"

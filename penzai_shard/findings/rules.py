@@ -7,12 +7,10 @@ are copies on purpose.
 
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
-from penzai_shard.findings.subject import Finding, Subject, split_axes
+from penzai_shard.findings.subject import Finding, Subject
 from penzai_shard.paths import nearest
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.reports.quantities import bytes_text
@@ -57,21 +55,19 @@ def _nearest_word(name: Hashable, known: Collection[Hashable]) -> str | None:
     return None if is_longer else near
 
 
-def find_unplanned(subject: Subject) -> Iterator[Finding]:
+def find_problems(subject: Subject) -> Iterator[Finding]:
     """What keeps rules from being read, and arrays from being planned."""
-    for one in subject.findings:
-        if one.kind == "unknown":
-            table = one.path.removeprefix("layout.")
-            renamed = list(_rename_mesh_axes(subject, subject.given[table]))
-            one = dataclasses.replace(one, fix=subject.offer(table, renamed, fewer=True) or one.fix)
-        yield one
     fixes: dict[tuple[str, str], str] = {}
-    for table, problem in subject.unplanned:
-        key = table, problem.what
+    for table, own in subject.problems:
+        key = table, own.what
         if key not in fixes:
-            is_of_rules = problem.kind in ("taken", "indivisible")
-            fixes[key] = (is_of_rules and _mend(subject, table, problem.path)) or problem.fix
-        yield Finding(problem.kind, problem.path, problem.what, fixes[key])
+            fixes[key] = own.fix
+            if own.kind == "unknown":
+                renamed = list(_rename_mesh_axes(subject, subject.given[table]))
+                fixes[key] = subject.offer(table, renamed, fewer=True) or own.fix
+            elif own.kind in ("taken", "indivisible"):
+                fixes[key] = _mend(subject, table, own.path) or own.fix
+        yield Finding(own.kind, own.path, own.what, fixes[key])
 
 
 def _rename_mesh_axes(subject: Subject, rules: AxisRules) -> Iterator[Rule]:
@@ -106,7 +102,7 @@ def _mend(subject: Subject, table: str, path: str) -> str:
             continue
         asked = next(rule.mesh_axes for rule in rules.rules if rule.logical_axis == name)
         parts = asked if len(asked) > 1 else ()
-        is_split_elsewhere = any(name in _split(subject, other) for other in subject.rows)
+        is_split_elsewhere = any(name in subject.split(other) for other in subject.rows)
         for choice in [*free, *parts, None]:
             instead = AxisRules({name: choice}) | given
             second = AxisRules([*given.rules, *AxisRules({name: choice}).rules])
@@ -158,13 +154,16 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
 # Waste
 
 
-def find_waste(subject: Subject, known: Collection[Hashable], used: set[str]) -> Iterator[Finding]:
+def find_waste(
+    subject: Subject, known: Collection[Hashable], used: set[str], min_bytes: int
+) -> Iterator[Finding]:
     """Large arrays that are whole over a free mesh axis, and mesh axes that split nothing.
 
     Args:
         subject: What is looked at, all of it planned.
         known: As for ``find_unused``.
         used: The mesh axes over which something that flows is split.
+        min_bytes: Below this an array is not worth a finding.
     """
     shape, used = subject.mesh.shape, {*used}
     for rules in subject.tables.values():
@@ -172,12 +171,28 @@ def find_waste(subject: Subject, known: Collection[Hashable], used: set[str]) ->
             is_of_arrays = rule.logical_axis in subject.logical_axes
             if not is_of_arrays and (is_for_activations(rule) or rule.logical_axis in known):
                 used.update(rule.mesh_axes)
+    on_purpose = {table: _find_whole_axes(subject, table, used) for table in subject.tables}
+    fixes: dict[tuple[str, Hashable, str], str] = {}
     for row in subject.rows:
-        if row.names and row.spec is not None and row.bytes_per_device >= subject.min_bytes:
-            yield from _find_whole(subject, row, used)
+        table = subject.table_of(row.path)
+        whole = [axis for axis in shape if axis not in subject.axes_of(row) | on_purpose[table]]
+        if not row.names or row.spec is None or row.bytes_per_device < min_bytes:
+            continue
+        for axis in whole:
+            name = _find_free_name(subject, table, row, axis)
+            if shape[axis] == 1 or name is None:
+                continue
+            saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
+            what = (
+                f"({row.axes_text}) is whole over mesh axis {axis!r} ({shape[axis]}), which could "
+                f"split {name!r}: each device holds {bytes_text(saved)} more than its part"
+            )
+            key = table, name, axis
+            if key not in fixes:
+                fixes[key] = subject.offer(table, AxisRules({name: axis}) | subject.given[table])
+            yield Finding("under-sharded", row.path, what, fixes[key], saved)
 
-    for row in subject.rows:
-        used.update(_axes_of(subject, row))
+    used.update(axis for row in subject.rows for axis in subject.axes_of(row))
     for table, rules in subject.tables.items():
         for rule in rules.rules:
             # A preset splits where that is worth it, and a layout what flows.
@@ -190,59 +205,25 @@ def find_waste(subject: Subject, known: Collection[Hashable], used: set[str]) ->
             yield Finding("idle mesh axis", "mesh", f"{what} the same")
 
 
-def _find_whole(subject: Subject, row: LeafPlan, of_flows: set[str]) -> Iterator[Finding]:
-    table, shape = subject.table_of(row.path), subject.mesh.shape
-    for axis in shape.keys() - _axes_of(subject, row) - _whole_on_purpose(subject, table, of_flows):
-        free = _find_free(subject, table, row, axis)
-        if shape[axis] == 1 or free is None:
-            continue
-        saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
-        what = (
-            f"({row.axes_text}) of {row.dtype} is whole over mesh axis {axis!r} ({shape[axis]}), "
-            f"which is free for {free!r}: {bytes_text(saved)} of it are copies on each device"
-        )
-        fix = subject.offer(table, AxisRules({free: axis}) | subject.given[table])
-        yield Finding("under-sharded", row.path, what, fix, saved)
-
-
-def _split(subject: Subject, row: LeafPlan) -> dict[Hashable, tuple[str, ...]]:
-    """The mesh axes of each dimension of an array that is split, by its name or number."""
-    names = row.names or range(len(row.shape))
-    return split_axes(names, row.spec or PartitionSpec(), subject.mesh)
-
-
-def _axes_of(subject: Subject, row: LeafPlan) -> set[str]:
-    return {axis for axes in _split(subject, row).values() for axis in axes}
-
-
-def _whole_on_purpose(subject: Subject, table: str, of_flows: set[str]) -> set[str]:
+def _find_whole_axes(subject: Subject, table: str, of_flows: set[str]) -> set[str]:
     """The mesh axes over which arrays are whole on purpose: those of presets and of the batch."""
     rules = subject.tables[table].rules
     if not rules:
         return {*subject.mesh.shape}
-    stored: set[str] = set()
-    for row in subject.rows:
-        if subject.table_of(row.path) == table:
-            stored |= _axes_of(subject, row)
+    rows = (row for row in subject.rows if subject.table_of(row.path) == table)
+    stored = {axis for row in rows for axis in subject.axes_of(row)}
     presets = {axis for rule in rules if rule.optional for axis in rule.mesh_axes}
     return presets | (of_flows - stored)
 
 
-def _find_free(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
+def _find_free_name(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
     """The longest logical axis of an array that no rule names and that divides."""
     rules, size = subject.tables[table], subject.mesh.shape[axis]
     for rule in rules.rules:
         is_in_force = math.prod(row.shape) >= rule.min_size or rule.min_size <= _MOST_WHOLE
         if rule.logical_axis is None and axis in rule.mesh_axes and is_in_force:
             return None
-    assert row.names is not None
-    split = _split(subject, row)
-    free = {
-        name: length
-        for name, length in zip(row.names, row.shape, strict=True)
-        if name is not None
-        and name not in rules.logical_axes
-        and name not in split
-        and length % size == 0
-    }
+    known = {*rules.logical_axes, *subject.split(row), None}
+    pairs = zip(row.names or (), row.shape, strict=True)
+    free = {name: n for name, n in pairs if name not in known and n % size == 0}
     return max(free, key=lambda name: free[name], default=None)

@@ -9,8 +9,9 @@ import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from penzai_shard import specs
-from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import MeshError, Problem, RuleTypeError, ShardingError
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import TABLES
@@ -87,12 +88,8 @@ class Subject:
         layout: The layout, if there is one.
         given: The tables of rules as they were given, by name: ``"rules"``, or fields of a layout.
         tables: The same without rules for unknown mesh axes, in the model's own names.
-        findings: What could not be read.
         rows: The plan of each array.
-        unplanned: What stands in the way of a plan: a table, and a problem.
-        batch: What the model is called with, or None.
-        batch_leaves: The arrays in it.
-        min_bytes: Below this an array is not worth a finding.
+        problems: What cannot be read or planned, each with the name of its table.
     """
 
     model: Any
@@ -100,12 +97,8 @@ class Subject:
     layout: Layout | None
     given: Mapping[str, AxisRules]
     tables: Mapping[str, AxisRules]
-    findings: Sequence[Finding]
     rows: Sequence[LeafPlan]
-    unplanned: Sequence[tuple[str, Problem]]
-    batch: Any
-    batch_leaves: Sequence[Leaf]
-    min_bytes: int
+    problems: Sequence[tuple[str, Problem]]
 
     @property
     def mesh(self) -> Any:
@@ -113,9 +106,9 @@ class Subject:
         return self.request.mesh
 
     @property
-    def activation_rules(self) -> AxisRules:
-        """The rules for what flows."""
-        return self.tables["rules" if self.layout is None else "compute"]
+    def of_activations(self) -> str:
+        """The name of the table for what flows."""
+        return "rules" if self.layout is None else "compute"
 
     @functools.cached_property
     def logical_axes(self) -> frozenset[Hashable]:
@@ -123,8 +116,17 @@ class Subject:
         return frozenset(name for row in self.rows for name in row.names or () if name is not None)
 
     def table_of(self, path: str) -> str:
-        """The table of rules by which an array is stored."""
+        """The name of the table by which an array is stored."""
         return _table_of(path, self.tables)
+
+    def split(self, row: LeafPlan) -> dict[Hashable, tuple[str, ...]]:
+        """The mesh axes of each dimension of an array that is split, by its name or number."""
+        names = row.names or range(len(row.shape))
+        return split_axes(names, row.spec or PartitionSpec(), self.mesh)
+
+    def axes_of(self, row: LeafPlan) -> set[str]:
+        """The mesh axes that split an array."""
+        return {axis for axes in self.split(row).values() for axis in axes}
 
     def offer(self, table: str, rules: Any, *, fewer: bool = False) -> str:
         """The sentence that puts other rules in the place of a table's.
@@ -148,90 +150,66 @@ class Subject:
                 whole = dataclasses.replace(self.layout, **fields)
             except RuleTypeError:
                 return ""
-        after = read_subject(self.model, self.request, whole, None, 0)
-        is_better = after._errors < self._errors if fewer else after._errors <= self._errors
+        after = read_subject(self.model, self.request, whole).errors
+        is_better = after < self.errors if fewer else after <= self.errors
         return f"Write {'layout' if self.layout else 'rules'}={text}." if text and is_better else ""
 
     @functools.cached_property
-    def _errors(self) -> frozenset[tuple[str, str, str]]:
-        planned = {(problem.kind, problem.path, problem.what) for _, problem in self.unplanned}
-        return frozenset(planned | {(one.kind, one.path, one.what) for one in self.findings})
+    def errors(self) -> frozenset[tuple[str, str, str]]:
+        """Kind, path and fact of each problem."""
+        return frozenset((own.kind, own.path, own.what) for _, own in self.problems)
 
 
-def read_subject(
-    model: Any, request: arguments.Request, rules: Any, batch: Any, min_bytes: int
-) -> Subject:
-    """Reads and plans; what cannot be read is a finding of the subject.
+def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
+    """Reads rules in any form, or a layout, and plans by them."""
+    problems: list[tuple[str, Problem]] = []
 
-    Args:
-        model: The model or train state.
-        request: Mesh and options.
-        rules: Rules in any form, or a layout.
-        batch: What the model is called with, or None.
-        min_bytes: As for ``lint``.
-    """
-    mesh, findings = request.mesh, []
+    def note(error: ShardingError, table: str, path: str, kind: str) -> None:
+        for own in error.problems:
+            where = join_paths(path, own.path)
+            problems.append((table, Problem(where, own.what, own.fix, kind)))
+
     layout = rules if isinstance(rules, Layout) else None
-    given: dict[str, AxisRules] = {}
+    given = {"rules": AxisRules({})}
     if layout is not None:
         fields = {name: getattr(layout, name) for name in TABLES}
         given = {name: table for name, table in fields.items() if table is not None}
     else:
         try:
-            given["rules"] = arguments.read("lint", mesh, rules).rules
+            given = {"rules": arguments.read("lint", request.mesh, rules).rules}
         except MeshError:
-            given["rules"] = AxisRules(rules)
+            given = {"rules": AxisRules(rules)}
         except RuleTypeError as error:
-            findings += [Finding("unreadable", "rules", p.what, p.fix) for p in error.problems]
-            given["rules"] = AxisRules({})
+            note(error, "rules", "rules", "unreadable")
 
-    # Rules for mesh axes that there are not.
-    tables = {}
+    # Rules for mesh axes that there are not are left out.
+    tables, sizes = {}, request.mesh.shape
     for name, table in given.items():
         try:
-            table.on(mesh.shape)
+            table.on(sizes)
         except MeshError as error:
-            path = "rules" if layout is None else f"layout.{name}"
-            findings += [Finding("unknown", path, p.what, p.fix) for p in error.problems]
-        kept = [rule for rule in table.rules if {*rule.mesh_axes} <= mesh.shape.keys()]
-        tables[name] = AxisRules(kept)
-
-    # A layout in the model's names.
+            note(error, name, "rules" if layout is None else f"layout.{name}", "unknown")
+        tables[name] = AxisRules([r for r in table.rules if {*r.mesh_axes} <= sizes.keys()])
     if layout is not None:
+        known: Any = tables
         try:
-            fields_read: Any = tables
-            named = dataclasses.replace(layout, **fields_read).for_model(model, mesh)
+            named = dataclasses.replace(layout, **known).for_model(model, request.mesh)
             tables = {name: getattr(named, name) for name in tables}
         except ShardingError as error:
-            for problem in error.problems:
-                path = join_paths("layout", problem.path)
-                findings.append(Finding("misfit", path, problem.what, problem.fix))
+            note(error, "", "layout", "misfit")
 
-    rows, unplanned = _plan(model, request, tables)
-    leaves = [leaf for leaf in leaves_of(batch) if leaf.dtype is not None]
-    return Subject(
-        model, request, layout, given, tables, findings, rows, unplanned, batch, leaves, min_bytes
-    )
-
-
-def _plan(
-    model: Any, request: arguments.Request, tables: Mapping[str, AxisRules]
-) -> tuple[list[LeafPlan], list[tuple[str, Problem]]]:
-    """The plan of each array by its table, and what stands in the way."""
     rows: list[LeafPlan] = []
-    unplanned: list[tuple[str, Problem]] = []
-    for table in ("rules", "parameters", "optimizer"):
-        if table in tables:
-            own = dataclasses.replace(request, rules=tables[table])
-            plan, problems, _ = examine(model, own)
-            rows += [row for row in plan.leaves if _table_of(row.path, tables) == table]
-            unplanned += [(table, p) for p in problems if _table_of(p.path, tables) == table]
-    return rows, unplanned
+    for name in ("rules", "parameters", "optimizer"):
+        if name in tables:
+            own_request = dataclasses.replace(request, rules=tables[name])
+            plan, found, _ = examine(model, own_request)
+            rows += [row for row in plan.leaves if _table_of(row.path, tables) == name]
+            problems += [(name, own) for own in found if _table_of(own.path, tables) == name]
+    return Subject(model, request, layout, given, tables, rows, problems)
 
 
 def _table_of(path: str, tables: Mapping[str, AxisRules]) -> str:
-    is_kept_by_optimizer = path.partition("/")[0] == "opt_state"
-    if "optimizer" in tables and is_kept_by_optimizer:
+    if "optimizer" in tables and path.partition("/")[0] == "opt_state":
         return "optimizer"
     return "rules" if "rules" in tables else "parameters"
 
