@@ -290,13 +290,13 @@ def a_misspelt_name_in_a_constraint():
 
 
 # Flops of each device 14.4e11 in place of 4.1e11.
-@mistake("features_out", "sublayers")
+@mistake("features_out", "constrain")
 def a_constraint_with_the_name_of_the_weights():
     return setup(constrain(MESH, TP), MESH, TP, batch=split(MESH))
 
 
 # Flops of each device 6.6e12 in place of 3.3e12.
-@mistake("seqlen", "sublayers")
+@mistake("seqlen")
 def a_sequence_that_is_called_otherwise():
     outputs = ({"batch": "data", "seqlen": "model"},)
     edit = pzs.wrap(pz.nn.Elementwise, pzs.ConstrainActivations, mesh=MESH, outputs=outputs)
@@ -318,7 +318,7 @@ def a_batch_that_is_called_otherwise():
 
 
 # Each device sends 448 MiB in place of 64.
-@mistake("batch", "data", "sublayers")
+@mistake("batch", "data", "constrain")
 def the_second_constraint_undoes_the_first():
     model = constrain(MESH, {"batch": "data"}, {"features": "model"})
     return setup(model, MESH, TP, batch=split(MESH))
