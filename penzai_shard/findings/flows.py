@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
 from penzai_shard.errors import ShardingError
 from penzai_shard.findings.rules import SEQUENCE_AXES, find_near_names
 from penzai_shard.findings.subject import Finding, Subject, split_axes
-from penzai_shard.inspection.layer_marks import Layers, is_layer
+from penzai_shard.inspection.layer_marks import is_layer
 from penzai_shard.layers import constraints
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.manual import manual_axes
@@ -37,12 +37,14 @@ from penzai_shard.layers.pure_call import PureCall, read_settings
 from penzai_shard.layers.shard_mapped import ShardMapped
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import auto_context, mesh_text, same_devices
-from penzai_shard.paths import join_paths
+from penzai_shard.paths import join_paths, path_text
 from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.readers.reader import is_node
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.rules import AxisRules, Rule
 from penzai_shard.surgery.edits import find_matches
 from penzai_shard.surgery.inserted import CONSTRAINTS
+from penzai_shard.surgery.rewriting import Match
 from penzai_shard.training.train_state import TrainState
 
 _LAYING_OUT = (*CONSTRAINTS, constraints.ConstrainActivations, GatherParameters, ShardMapped)
@@ -89,9 +91,7 @@ def follow_flows(subject: Subject, batch: Any, min_bytes: int) -> Flows:
 
     is_called = batch is not None and is_layer(model)
     if is_laid_out:
-        walk = _Walk()
-        walk.record(model)
-        findings += _check_layers(subject, walk.layers)
+        findings += _check_layers(subject, matches)
     if not is_called:
         why = "no batch was given"
         if batch is not None:
@@ -112,9 +112,7 @@ def follow_flows(subject: Subject, batch: Any, min_bytes: int) -> Flows:
     follower.follow(walk)
     findings += [*follower.findings, *follower.find_whole_batches(used), *errors]
     findings += follower.find_conflicts()
-    leaves = [leaf for call, _ in walk.events for leaf in (*call.inputs, *call.outputs)]
-    names |= {name for leaf in leaves for name in leaf.names or () if name is not None}
-    return Flows(findings, names, used | follower.used, notes)
+    return Flows(findings, names | walk.names, used | follower.used, notes)
 
 
 # Tracing
@@ -145,18 +143,18 @@ def _trace(walk: "_Walk | None", model: Any, batch: Any) -> Iterator[Finding]:
             which = f"this {type(failed.layer).__name__}"
             given = ", ".join(map(_text, failed.inputs))
             which += f", which gets {given}," if given else ", which gets no array,"
-        label = failed.label if failed else "model"
+        path = failed.place if failed else "model"
         problems = getattr(error, "problems", ())
         for own in problems:
             kind = own.kind or "uncallable"
-            yield Finding(kind, label, f"{which} cannot be called: {own.what}", own.fix)
+            yield Finding(kind, path, f"{which} cannot be called: {own.what}", own.fix)
         if not problems:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             said = re.sub(r"\b\w+Tracer\b", "array", " ".join(lines[:3])).rstrip(".")
             what = f"{which} cannot be called: {type(error).__name__}: {said}"
             is_named = any(leaf.names for leaf in leaves_of(batch))
             fix = "" if is_named else "Name the batch: pz.nx.wrap(array, 'batch', 'seq')."
-            yield Finding("uncallable", label, what, fix)
+            yield Finding("uncallable", path, what, fix)
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,7 +162,7 @@ class _Call:
     """One call of a layer; ``manual`` are the mesh axes that a region around it has taken over."""
 
     layer: Any
-    label: str
+    place: str
     around: "_Call | None"
     inputs: list[Leaf]
     manual: frozenset[str]
@@ -181,48 +179,41 @@ class _Walk:
 
     Attributes:
         is_bare: Whether layers that only lay out are passed by.
-        layers: The layers with their labels.
         events: The calls, each when it begins and when it ends.
         failed: The innermost call that failed.
     """
 
     def __init__(self, is_bare: bool = True) -> None:
         self.is_bare = is_bare
-        self.layers: list[tuple[Any, str]] = []
         self.events: list[tuple[_Call, str]] = []
         self.failed: _Call | None = None
         self._running: list[_Call] = []
 
-    def record(self, model: Any) -> Any:
-        """The model with layers that report their calls."""
-        return self._record(Layers().mark(model))
+    def record(self, node: Any, place: str = "") -> Any:
+        """A model, or a part of it, with layers that report their calls."""
+        if is_node(node) or jax.tree_util.all_leaves([node]):
+            return node
+        keyed, definition = jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=lambda child: child is not node
+        )
+        parts = [self.record(part, join_paths(place, path_text(keys))) for keys, part in keyed]
+        copy: Any = jax.tree_util.tree_unflatten(definition, parts)
+        return _Recorded(copy, self, place) if is_layer(node) else copy
 
-    def _record(self, tree: Any) -> Any:
-        previous = ""
+    @property
+    def names(self) -> set[Hashable]:
+        """The logical axes of all that flows."""
+        leaves = [leaf for call, _ in self.events for leaf in (*call.inputs, *call.outputs)]
+        return {name for leaf in leaves for name in leaf.names or () if name is not None}
 
-        def record_mark(node: Any) -> Any:
-            nonlocal previous
-            if not _is_mark(node):
-                return node
-            body = self._record(node.body)
-            label = node.mark_layers.marked[node.mark_number].label
-            if isinstance(body, CONSTRAINTS):
-                # People know it by the layer that it follows.
-                label = join_paths(previous, label.rpartition("/")[2])
-            previous = label
-            self.layers.append((body, label))
-            return _Recorded(body, self, label)
-
-        return jax.tree.map(record_mark, tree, is_leaf=_is_mark)
-
-    def run(self, layer: Any, label: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, layer: Any, place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a layer."""
         around, manual = self._running[-1] if self._running else None, manual_axes()
         if around is not None:
             manual |= around.manual
             if isinstance(around.layer, ShardMapped):
                 manual |= {*around.layer.mesh.axis_names}
-        call = _Call(layer, label, around, leaves_of(list(args)), manual)
+        call = _Call(layer, place, around, leaves_of(list(args)), manual)
         self.events.append((call, "inputs"))
         self._running.append(call)
         try:
@@ -249,22 +240,17 @@ class _Walk:
         return (layer.body if isinstance(layer, WrapperLayer) else layer)(*args, **kwargs)
 
 
-def _is_mark(node: Any) -> bool:
-    # A wrapper answers for its body, but not by its own dictionary.
-    return "mark_number" in getattr(node, "__dict__", ())
-
-
 @pz.pytree_dataclass
 class _Recorded(WrapperLayer):
     """A layer around another that no other can tell from it: layers ask each other's types."""
 
     body: Any
     walk: Any = dataclasses.field(metadata={"pytree_node": False})
-    label: str = dataclasses.field(metadata={"pytree_node": False})
+    place: str = dataclasses.field(metadata={"pytree_node": False})
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fields = self.__dict__
-        return fields["walk"].run(fields["body"], fields["label"], args, kwargs)
+        return fields["walk"].run(fields["body"], fields["place"], args, kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -337,40 +323,47 @@ def _pins(layer: Any) -> Iterator[_Pin]:
             yield _Pin(mesh, "region", layer.activation_rules)
 
 
-def _check_layers(subject: Subject, layers: Sequence[tuple[Any, str]]) -> Iterator[Finding]:
+def _check_layers(subject: Subject, matches: Sequence[Match]) -> Iterator[Finding]:
     """Layers for another mesh, those that split over one device, and rules for no parameter."""
     mesh = subject.mesh
-    for layer, label in layers:
+    for match in matches:
+        layer, path = match.before, match.path
         for pin in _pins(layer):
             say = f"this {type(layer).__name__}"
             if not same_devices(pin.mesh, mesh):
                 what = f"{say} is for the mesh ({mesh_text(pin.mesh)}), and the model is laid over "
                 fix = f"Write mesh=make_mesh({dict(mesh.shape)})."
-                yield Finding("other mesh", label, f"{what}({mesh_text(mesh)})", fix)
+                yield Finding("other mesh", path, f"{what}({mesh_text(mesh)})", fix)
                 break
             if pin.mesh_axes and mesh.size > 1 and all(mesh.shape[x] == 1 for x in pin.mesh_axes):
                 what = f"{say} splits over {sorted(pin.mesh_axes)}, of one device on the mesh"
-                yield Finding("idle constraint", label, f"{what} ({mesh_text(mesh)})")
+                yield Finding("idle constraint", path, f"{what} ({mesh_text(mesh)})")
             if pin.side == "parameters":
                 names = {name for leaf in leaves_of(layer.body) for name in leaf.names or ()}
-                yield from _find_idle(pin, label, names, "the parameters in it")
+                yield from _find_idle(pin, path, names, "the parameters in it")
 
 
 def _find_idle(
-    pin: _Pin, label: str, present: set[Hashable | None], where: str
+    pin: _Pin,
+    path: str,
+    present: set[Hashable | None],
+    where: str,
+    known: Collection[Hashable] = (),
 ) -> Iterator[Finding]:
-    """Rules of a layer for what is nearly there, or for nothing that is there."""
-    near, rules = find_near_names(pin.rules, present), pin.rules.rules
-    for rule, name in near.items():
-        what = f"its rule {rule} names no logical axis of {where}; the nearest is {name!r}"
-        fix = f"Write {name!r} in place of {rule.logical_axis!r}."
-        yield Finding("idle constraint", label, what, fix)
-    is_plain = all(rule == Rule(rule.logical_axis, rule.mesh_axes) for rule in rules)
-    known = ", ".join(map(repr, sorted(present - {None}, key=str)))
-    if rules and is_plain and known and not near and present.isdisjoint(pin.rules.logical_axes):
-        text = "; ".join(map(str, rules))
-        what = f"its rules ({text}) name none of the logical axes of {where} ({known})"
-        yield Finding("idle constraint", label, what)
+    """Rules of a layer that split what is not there, and is known nowhere else, or all that do."""
+    near = find_near_names(pin.rules, present)
+    is_idle = present.isdisjoint(pin.rules.logical_axes)
+    names = ", ".join(map(repr, sorted(present - {None}, key=str)))
+    for rule in pin.rules.rules if names else ():
+        is_plain = rule == Rule(rule.logical_axis, rule.mesh_axes) and bool(rule.mesh_axes)
+        if (
+            is_plain
+            and rule.logical_axis not in present
+            and (is_idle or rule.logical_axis not in known)
+        ):
+            what = f"its rule {rule} names no logical axis of {where}, which are {names}"
+            fix = f"Write {near[rule]!r} in place of {rule.logical_axis!r}." if rule in near else ""
+            yield Finding("idle constraint", path, what, fix)
 
 
 # Following
@@ -406,6 +399,7 @@ class _Follower:
         self._after: dict[int, _Split] = {}
         self._meetings: dict[tuple[str, Hashable, Hashable], dict[str, _Meeting]] = {}
         self._rows = {row.path.removeprefix("params/"): row for row in subject.rows}
+        self._known: Collection[Hashable] = ()
         self._batch = [leaf for leaf in leaves_of(batch) if leaf.names]
         # What counts examples: no parameter has it, and results do not depend on one another.
         role = "batch" if subject.layout is None else subject.layout.names.get("batch", "batch")
@@ -424,10 +418,17 @@ class _Follower:
         own = bound_sharding(leaf.value)
         if isinstance(own, NamedSharding) and same_devices(own.mesh, self.mesh):
             return split_axes(leaf.names, own.spec, self.mesh)
-        return _split_by(self.rules, leaf, self.mesh)
+        return _split_by(self.rules, self._without_model_axes(leaf), self.mesh)
+
+    def _without_model_axes(self, leaf: Leaf) -> Leaf:
+        """An array of the batch without names that parameters have: batches are not split by it."""
+        known = self.subject.logical_axes
+        names = tuple(None if name in known else name for name in leaf.names or ())
+        return dataclasses.replace(leaf, names=names)
 
     def follow(self, walk: _Walk) -> None:
         """Goes through the calls in their order."""
+        self._known = self.subject.logical_axes | walk.names
         for call, side in walk.events:
             for pin in _pins(call.layer):
                 if same_devices(pin.mesh, self.mesh):
@@ -441,7 +442,8 @@ class _Follower:
             return
         present = {name for leaf in leaves for name in leaf.names or ()}
         if self.is_laid_out:
-            self.findings += _find_idle(pin, call.label, present, "what flows into it")
+            where = "what flows through it"
+            self.findings += _find_idle(pin, call.place, present, where, self._known)
         if pin.side == "region":
             return
         if pin.mesh_axes and pin.mesh_axes <= call.manual:
@@ -478,7 +480,7 @@ class _Follower:
             self._add("contradiction", call, what)
 
     def _add(self, kind: str, call: _Call, what: str, fix: str = "") -> None:
-        self.findings.append(Finding(kind, call.label, what, fix))
+        self.findings.append(Finding(kind, call.place, what, fix))
 
     # Conflicts
 
@@ -552,7 +554,8 @@ class _Follower:
             names = leaf.names or ()
             is_placed = isinstance(bound_sharding(leaf.value), NamedSharding)
             options = {"on_indivisible": subject.request.on_indivisible}
-            decision = self.rules.explain(names, leaf.shape, self.mesh, **options)
+            own_names = self._without_model_axes(leaf).names
+            decision = self.rules.explain(own_names, leaf.shape, self.mesh, **options)
             for own in decision.problems if not is_placed else ():
                 if own.kind == "indivisible":
                     yield Finding(own.kind, path, f"of {_text(leaf)}, {own.what}", own.fix)

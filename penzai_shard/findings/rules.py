@@ -50,9 +50,10 @@ def _nearest_word(name: Hashable, known: Collection[Hashable]) -> str | None:
     if near is None and isinstance(name, str) and len(name) > 2:
         texts = [other for other in known if isinstance(other, str)]
         near = next((text for text in texts if text.startswith(name)), None)
-    is_longer = near is not None and (near.startswith(f"{name}_") or near.endswith(f"_{name}"))
     # With another word it is the name of something else.
-    return None if is_longer else near
+    shorter, longer = sorted([str(name), str(near)], key=len)
+    is_other = longer.startswith(f"{shorter}_") or longer.endswith(f"_{shorter}")
+    return None if is_other else near
 
 
 def find_problems(subject: Subject) -> Iterator[Finding]:
@@ -127,7 +128,15 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
         path = "rules" if subject.layout is None else f"layout.{table}"
         near = find_near_names(rules, known)
         presets: dict[tuple[str, ...], list[Any]] = {}
+        whole: set[Hashable] = set()
         for rule in rules.rules:
+            if rule.mesh_axes and rule.logical_axis in whole:
+                what = (
+                    f"rule {rule} never applies: one before it maps {rule.logical_axis!r} to None"
+                )
+                changed = [own for own in subject.given[table].rules if own != rule]
+                yield Finding("unused", path, what, subject.offer(table, changed))
+            whole.update([rule.logical_axis] if not rule.mesh_axes else [])
             if rule.optional:
                 presets.setdefault(rule.mesh_axes, []).append(rule.logical_axis)
             is_harmless = not rule.mesh_axes or rule.optional or is_for_activations(rule)
@@ -176,20 +185,22 @@ def find_waste(
     for row in subject.rows:
         table = subject.table_of(row.path)
         whole = [axis for axis in shape if axis not in subject.axes_of(row) | on_purpose[table]]
-        if not row.names or row.spec is None or row.bytes_per_device < min_bytes:
+        if row.spec is None or row.bytes_per_device < min_bytes:
             continue
         for axis in whole:
             name = _find_free_name(subject, table, row, axis)
-            if shape[axis] == 1 or name is None:
+            is_nameless = {*(row.names or ())} <= {None}
+            is_in_vain = is_nameless or _asks_preset(subject.tables[table], row, axis)
+            if shape[axis] == 1 or (name is None and not is_in_vain):
                 continue
             saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
-            what = (
-                f"({row.axes_text}) is whole over mesh axis {axis!r} ({shape[axis]}), which could "
-                f"split {name!r}: each device holds {bytes_text(saved)} more than its part"
-            )
+            what = f"({row.axes_text}) is whole over mesh axis {axis!r} ({shape[axis]})"
             key = table, name, axis
-            if key not in fixes:
+            if name is None:
+                what, fixes[key] = f"{what}: {row.reason}", ""
+            elif key not in fixes:
                 fixes[key] = subject.offer(table, AxisRules({name: axis}) | subject.given[table])
+            what += f"; each device holds {bytes_text(saved)} more than its part"
             yield Finding("under-sharded", row.path, what, fixes[key], saved)
 
     used.update(axis for row in subject.rows for axis in subject.axes_of(row))
@@ -216,14 +227,18 @@ def _find_whole_axes(subject: Subject, table: str, of_flows: set[str]) -> set[st
     return presets | (of_flows - stored)
 
 
+def _asks_preset(rules: AxisRules, row: LeafPlan, axis: str) -> bool:
+    """Whether a rule for the largest dimension, of whatever name, is to split an array."""
+    sizes = [r.min_size for r in rules.rules if r.logical_axis is None and axis in r.mesh_axes]
+    return any(math.prod(row.shape) >= size or size <= _MOST_WHOLE for size in sizes)
+
+
 def _find_free_name(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
     """The longest logical axis of an array that no rule names and that divides."""
     rules, size = subject.tables[table], subject.mesh.shape[axis]
-    for rule in rules.rules:
-        is_in_force = math.prod(row.shape) >= rule.min_size or rule.min_size <= _MOST_WHOLE
-        if rule.logical_axis is None and axis in rule.mesh_axes and is_in_force:
-            return None
+    if _asks_preset(rules, row, axis):
+        return None
     known = {*rules.logical_axes, *subject.split(row), None}
-    pairs = zip(row.names or (), row.shape, strict=True)
+    pairs = zip(row.names or (), row.shape, strict=bool(row.names))
     free = {name: n for name, n in pairs if name not in known and n % size == 0}
     return max(free, key=lambda name: free[name], default=None)
