@@ -28,6 +28,7 @@ DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
+FRACTIONS = tuple(dtype for dtype in DTYPES.values() if "float" in dtype)
 # Pages of files that were looked at count as memory of the process until they are let go.
 _MAPPED_BYTES = 8 * 2**20
 
@@ -72,7 +73,13 @@ class TensorStore:
             with refuse_junk(path, index.name):
                 # Opening a pipe would never end.
                 text = index.read_bytes() if index.is_file() else b""
-                weight_map = dict(json.loads(text)["weight_map"])
+                table = json.loads(text)
+                if "weight_map" not in table:
+                    refuse_damage(path, {index.name: "it has no weight_map, of tensors to files"})
+                weight_map = dict(table["weight_map"])
+                for name in weight_map.values():
+                    if pathlib.Path(name).name != name:
+                        refuse_damage(path, {index.name: f"it names {name!r}, no file beside it"})
                 files = sorted({index.parent / name for name in weight_map.values()})
 
         damaged: dict[str, str] = {}

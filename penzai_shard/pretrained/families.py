@@ -2,13 +2,17 @@
 
 A line of a table has the name of a tensor, and the parameter that it is with the dimensions of the
 tensor: logical axes; ``heads`` for those of ``heads``, ``head_groups`` and ``query_heads`` that the
-parameter has; ``a*b`` for several in one; ``0/3`` for the first of three parameters that stand in
-one tensor. ``1+`` marks tensors to which the model adds one.
+parameter has; ``a*b`` for several in one. Where queries, keys and values stand in one tensor,
+``qkv`` is their dimension, and their piece of the path. Tables are read in both directions: sizes
+are those of the model, so that what is stored is checked and never trusted.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+import os
+import pathlib
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import jax
@@ -16,20 +20,44 @@ import jax.numpy as jnp
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
+from penzai_shard.checkpoints.filling import Source
+from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
+from penzai_shard.checkpoints.tensor_files import FRACTIONS, is_tensors
 from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.paths import matches
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 
+Shape = tuple[int, ...]
+
+STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
+_QKV, _PARTS = "qkv", ("query", "key", "value")
+# The logical axes of what Hugging Face calls heads; a parameter has some of them, in this order.
+_HEADS = ("heads", "head_groups", "query_heads")
+_NORM, _HEAD = "/scale.weights", "lm_head.weights"
+# Of these Penzai has models.
+DTYPES = ("bfloat16", "float32")
 # Early versions of transformers stored these, and nothing is computed from them.
 _BUFFERS = ("**.rotary_emb.inv_freq", "**.attention.bias", "**.attention.masked_bias")
 
 
-def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bool = False) -> Any:
+def model_of_config(
+    config: Any,
+    *,
+    dtype: Any = None,
+    use_layer_stack: bool = False,
+    upcast_activations: bool = False,
+    vocabulary: int | None = None,
+) -> Any:
     """Penzai's model of a configuration, without values: to plan, to price, to restore into.
 
     Args:
         config: As for ``read_config``: attributes, a path, or a published name.
-        dtype: ``"bfloat16"`` or ``"float32"``.
+        dtype: ``"bfloat16"`` or ``"float32"``; by default that of the weights if the path of their
+            folder is given, or else the one that the configuration says. Of other ones Penzai has
+            no models, and bfloat16 takes their place.
         use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
+        upcast_activations: Whether it computes with float32, whatever its parameters are.
+        vocabulary: How many tokens it has, if these are more than the configuration says.
 
     Returns:
         The model that ``load_safetensors`` makes of the weights, frozen, with
@@ -37,8 +65,9 @@ def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bo
 
     Raises:
         CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError: As
-            ``read_config``.
-        RuleTypeError: Penzai has no models of this dtype, or blocks that differ shall be one stack.
+            ``read_config``; or weights in the folder are not whole.
+        RuleTypeError: An option cannot be read, blocks that differ shall be one stack, or there are
+            more tokens than are asked for.
 
     >>> import penzai_shard as pzs
     >>> mesh = pzs.make_mesh({"data": 16}, abstract=True)
@@ -46,47 +75,28 @@ def model_of_config(config: Any, *, dtype: Any = "bfloat16", use_layer_stack: bo
     >>> {leaf.path: leaf.spec for leaf in plan.leaves}["transformer/embedder.embeddings"]
     P(None, 'data')
     """
-    return build_model(read_config(config), dtype=dtype, use_layer_stack=use_layer_stack)
-
-
-def build_model(
-    config: ModelConfig,
-    *,
-    dtype: Any,
-    use_layer_stack: bool = False,
-    upcast_activations: bool = False,
-    vocabulary: int | None = None,
-) -> Any:
-    """The model of a checked configuration, frozen, with structs in place of arrays.
-
-    Args:
-        config: The configuration.
-        dtype: Of the parameters: ``"bfloat16"`` or ``"float32"``.
-        use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
-        upcast_activations: Whether it computes with float32.
-        vocabulary: How many tokens it has, if these are more than the configuration says.
-
-    Raises:
-        RuleTypeError: There are no models of this dtype, blocks that differ shall be one stack, or
-            there are more tokens than are asked for.
-    """
-    family, known = family_of(config), config["vocab_size"]
+    path, config = config, read_config(config)
+    family, known = FAMILIES[config.family], config["vocab_size"]
     tokens = known if vocabulary is None else vocabulary
-    dtype_name = getattr(dtype, "__name__", str(dtype))
     problems = Problems(f"cannot build {config.source}:")
-    if dtype_name not in ("float32", "bfloat16"):
-        problems.add("dtype", f"Penzai has no models of {dtype_name}", "Write dtype='bfloat16'.")
+    check_options(
+        problems, vocabulary, use_layer_stack=use_layer_stack, upcast_activations=upcast_activations
+    )
     if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
         problems.add("use_layer_stack", f"this {config.family} cannot be stacked", "Leave it out.")
-    if not isinstance(tokens, int) or tokens < known:
-        problems.add("vocabulary", f"{tokens!r} is not {known} or more", f"Write {known} or more.")
+    if type(tokens) is int and tokens < known:
+        problems.add("vocabulary", f"{tokens} is not {known} or more", f"Write {known} or more.")
+    if dtype is None:
+        has_weights = isinstance(path, str | os.PathLike) and is_tensors(pathlib.Path(path))
+        found = find_dtype(config, read_manifest(path).records if has_weights else {})
+        dtype = found if found in DTYPES else "bfloat16"
+    dtype = read_dtype(problems, dtype, DTYPES)
     problems.raise_if_any(RuleTypeError)
 
-    dtype = jnp.dtype(dtype_name)
     build = functools.partial(
         family.build,
-        parameter_dtype=dtype,
-        activation_dtype=jnp.dtype("float32") if upcast_activations else dtype,
+        parameter_dtype=jnp.dtype(dtype),
+        activation_dtype=jnp.dtype("float32" if upcast_activations else dtype),
         use_layer_stack=use_layer_stack,
     )
     config = dataclasses.replace(config, values={**config.values, "vocab_size": tokens})
@@ -105,6 +115,34 @@ def build_model(
         for i in range(len(config.layers) if "/block_0/" in each.label else 1)
     ]
     return pz.bind_variables(build(config, None), parameters)
+
+
+def check_options(problems: Problems, vocabulary: Any, **flags: Any) -> None:
+    """Adds the options of ``model_of_config`` that cannot be read."""
+    if vocabulary is not None and type(vocabulary) is not int:
+        problems.add("vocabulary", f"it is {vocabulary!r}", "Write a number of tokens.")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            problems.add(name, f"it is {flag!r}", f"Write {name}=True, or leave it out.")
+
+
+def read_dtype(problems: Problems, dtype: Any, known: Collection[str] = FRACTIONS) -> str | None:
+    """The name of a dtype, if one is given; adds that it is none of those that are known."""
+    name = None if dtype is None else getattr(dtype, "__name__", str(dtype))
+    if name not in (None, *known):
+        problems.add("dtype", f"it is {name}", "Write dtype='bfloat16' or dtype='float32'.")
+    return name
+
+
+def find_dtype(config: ModelConfig, records: Mapping[str, ArrayRecord]) -> str:
+    """The dtypes of tensors of which a model is made, or else what its configuration says."""
+    said = str(config.given.get("dtype") or config.given.get("torch_dtype"))
+    return ", ".join(sorted({x.dtype for x in without_buffers(records).values()})) or said
+
+
+def without_buffers(records: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
+    """Tensors without those from which nothing is computed."""
+    return {n: x for n, x in records.items() if not any(matches(buffer, n) for buffer in _BUFFERS)}
 
 
 # Building, with a random key, or with None in its place for a model without parameters
@@ -241,37 +279,26 @@ class Family:
             Penzai's own configuration by name.
         tensors: Of each tensor outside of the blocks, the parameter that it is.
         of_block: The same of each tensor of a block, behind ``blocks``.
-        tied: Of a tensor that is not stored if embeddings are tied, the one in its place.
-        blocks: What stands before the tensors of a block.
-        prefix: What stands before all names but those of ``harmless``.
-        harmless: Patterns of tensors from which nothing is computed.
+        plus: What the model adds to the weights of norms, which are stored without it.
+        prefix: What stands before all names.
+        blocks: What stands before the tensors of a block, behind the prefix.
     """
 
     build: Callable[..., Any]
     tensors: Mapping[str, str]
     of_block: Mapping[str, str]
-    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    blocks: str = "model.layers.{}."
+    plus: float = 0.0
     prefix: str = ""
-    harmless: tuple[str, ...] = _BUFFERS
+    blocks: str = "model.layers.{}."
 
 
-def family_of(config: ModelConfig) -> Family:
-    """The family of a configuration."""
-    return FAMILIES[config.family]
-
-
-_LLAMA = {
-    "model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding",
-    "model.norm.weight": "final_norm/scale.weights: embedding",
-    "lm_head.weight": "lm_head.weights: vocabulary embedding",
-}
 # Penzai's Gemma has one parameter for the tokens that go in and those that come out.
 _GEMMA = {
     "model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding",
-    "model.norm.weight": "final_norm/scale.weights: 1+ embedding",
+    "model.norm.weight": "final_norm/scale.weights: embedding",
 }
-_LLAMA_BLOCK = {
+_LLAMA = {**_GEMMA, "lm_head.weight": "lm_head.weights: vocabulary embedding"}
+_BLOCK = {
     "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
     "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
     "mlp.gate_proj.weight": "mlp/gating_linear.weights: neurons embedding",
@@ -282,21 +309,16 @@ _LLAMA_BLOCK = {
     "self_attn.v_proj.weight": "attention/value.weights: heads*projection embedding",
     "self_attn.o_proj.weight": "attention/output.weights: embedding heads*projection",
 }
-_GEMMA_BLOCK = {
-    **_LLAMA_BLOCK,
-    "input_layernorm.weight": "pre_attention_norm/scale.weights: 1+ embedding",
-    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: 1+ embedding",
-}
 _GEMMA_2_BLOCK = {
-    **_GEMMA_BLOCK,
-    "post_attention_layernorm.weight": "post_attention_norm/scale.weights: 1+ embedding",
-    "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: 1+ embedding",
-    "post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: 1+ embedding",
+    **_BLOCK,
+    "post_attention_layernorm.weight": "post_attention_norm/scale.weights: embedding",
+    "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+    "post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: embedding",
 }
 _GEMMA_3_BLOCK = {
     **_GEMMA_2_BLOCK,
-    "self_attn.q_norm.weight": "attention/query_norm/scale.weights: 1+ projection",
-    "self_attn.k_norm.weight": "attention/key_norm/scale.weights: 1+ projection",
+    "self_attn.q_norm.weight": "attention/query_norm/scale.weights: projection",
+    "self_attn.k_norm.weight": "attention/key_norm/scale.weights: projection",
 }
 _NEOX = {
     "gpt_neox.embed_in.weight": "embedder.embeddings: vocabulary embedding",
@@ -314,28 +336,107 @@ _NEOX_BLOCK = {
     "mlp.dense_4h_to_h.weight": "mlp/out/Linear.weights: embedding neurons",
     "mlp.dense_4h_to_h.bias": "mlp/out/AddBias.bias: embedding",
     "attention.query_key_value.weight": (
-        "attention/query/Linear.weights: heads*0/3*projection embedding; "
-        "attention/key/Linear.weights: heads*1/3*projection embedding; "
-        "attention/value/Linear.weights: heads*2/3*projection embedding"
+        "attention/qkv/Linear.weights: heads*qkv*projection embedding"
     ),
-    "attention.query_key_value.bias": (
-        "attention/query/AddBias.bias: heads*0/3*projection; "
-        "attention/key/AddBias.bias: heads*1/3*projection; "
-        "attention/value/AddBias.bias: heads*2/3*projection"
-    ),
+    "attention.query_key_value.bias": "attention/qkv/AddBias.bias: heads*qkv*projection",
     "attention.dense.weight": "attention/output/Linear.weights: embedding heads*projection",
     "attention.dense.bias": "attention/output/AddBias.bias: embedding",
 }
 
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-_NEOX_TIED = {"embed_out.weight": "gpt_neox.embed_in.weight"}
 FAMILIES: Mapping[str, Family] = {
-    "Llama": Family(_build_llama, _LLAMA, _LLAMA_BLOCK, _TIED),
-    "Mistral": Family(_build_llama, _LLAMA, _LLAMA_BLOCK, _TIED),
-    "Gemma": Family(_build_gemma, _GEMMA, _GEMMA_BLOCK),
-    "Gemma 2": Family(_build_gemma_2, _GEMMA, _GEMMA_2_BLOCK),
-    "Gemma 3": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK),
-    "Gemma 3 with images": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, prefix="language_model."),
-    "GPT-NeoX": Family(_build_neox, _NEOX, _NEOX_BLOCK, _NEOX_TIED, "gpt_neox.layers.{}."),
+    "Llama": Family(_build_llama, _LLAMA, _BLOCK),
+    "Mistral": Family(_build_llama, _LLAMA, _BLOCK),
+    "Gemma": Family(_build_gemma, _GEMMA, _BLOCK, 1.0),
+    "Gemma 2": Family(_build_gemma_2, _GEMMA, _GEMMA_2_BLOCK, 1.0),
+    "Gemma 3": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, 1.0),
+    "Gemma 3 with images": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, 1.0, "language_model."),
+    "GPT-NeoX": Family(_build_neox, _NEOX, _NEOX_BLOCK, blocks="gpt_neox.layers.{}."),
 }
 """The families that are known, as ``ModelConfig.family`` has them."""
+
+
+# Reading tables
+
+
+def read_tables(
+    config: ModelConfig, parameters: Mapping[str, ArrayRecord]
+) -> tuple[dict[str, Source], dict[str, Shape]]:
+    """What each parameter is made of, and the shape of each tensor.
+
+    Args:
+        config: The configuration of the model.
+        parameters: The parameters of its model, by path; blocks may be stacked.
+
+    Returns:
+        A source for each path, and a shape for each tensor, also for those that are not stored if
+        embeddings are tied.
+    """
+    family = FAMILIES[config.family]
+    rows = [(name, text, "") for name, text in family.tensors.items()]
+    for number in range(len(config.layers)):
+        start = family.blocks.format(number)
+        rows += [(start + name, text, f"block_{number}/") for name, text in family.of_block.items()]
+    sources: dict[str, Source] = {}
+    shapes: dict[str, Shape] = {}
+    for name, text, block in rows:
+        tensor = family.prefix + name
+        place, dims = text.split(": ")
+        for number, part in enumerate(_PARTS if _QKV in place else ("",)):
+            parameter = place.replace(_QKV, part)
+            path = f"transformer/{block}{parameter}"
+            if path not in parameters:
+                path = f"transformer/{STACK_AXIS}/{parameter}"
+            record, tokens = parameters[path], config["vocab_size"]
+            source, shapes[tensor] = _read_dims(dims, number, record, tokens)
+            plus = family.plus if parameter.endswith(_NORM) else 0.0
+            before = sources[path].stored if path in sources else ()
+            sources[path] = dataclasses.replace(source, stored=(*before, tensor), plus=plus)
+    return sources, shapes
+
+
+def _read_dims(dims: str, number: int, parameter: ArrayRecord, tokens: int) -> tuple[Source, Shape]:
+    """How a parameter lies in a tensor with these dimensions, and the tensor's shape.
+
+    Args:
+        dims: The dimensions as a table has them.
+        number: Which one of queries, keys and values it is, if these stand in one tensor.
+        parameter: The parameter.
+        tokens: How many tokens the stored vocabulary has.
+    """
+    axes: Any = parameter.names or ()
+    sizes: dict[Any, int] = dict(zip(axes, parameter.shape, strict=True))
+    stored = {**sizes, VOCABULARY: tokens, _QKV: len(_PARTS)}
+    split: list[str] = []
+    shape = []
+    for dim in dims.split():
+        start = len(split)
+        for axis in dim.split("*"):
+            split += [each for each in _HEADS if each in sizes] if axis == "heads" else [axis]
+        shape.append(math.prod(stored[axis] for axis in split[start:]))
+    source = Source(
+        (),
+        tuple(stored[axis] for axis in split),
+        tuple(split.index(axis) for axis in axes if axis != STACK_AXIS),
+        stack=axes.index(STACK_AXIS) if STACK_AXIS in axes else None,
+        pick=(split.index(_QKV), number) if _QKV in split else None,
+        pad=sizes.get(VOCABULARY, tokens) - tokens,
+    )
+    return source, tuple(shape)
+
+
+def find_tied(config: ModelConfig) -> dict[str, str]:
+    """Of the head, which need not be stored if it is tied, the tensor in its place."""
+    family = FAMILIES[config.family]
+    names = {text.split(": ")[0]: family.prefix + name for name, text in family.tensors.items()}
+    is_tied = config["tie_word_embeddings"] and _HEAD in names
+    return {names[_HEAD]: names["embedder.embeddings"]} if is_tied else {}
+
+
+def check_tied(
+    config: ModelConfig, names: Container[str], sum_up: Callable[[str], str], problems: Problems
+) -> None:
+    """Adds each tensor that is there, and differs from the one in its place by its checksum."""
+    for name, other in find_tied(config).items():
+        if name in names and other in names and sum_up(name) != sum_up(other):
+            what = f"{config.source} ties it to {other}, and their numbers differ"
+            problems.add(name, what, "Write config= with tie_word_embeddings=False.", "tied")

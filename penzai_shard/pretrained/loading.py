@@ -6,30 +6,29 @@ model wants it. All that can be wrong is found from headers, before any weight i
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from penzai_shard.checkpoints.matching import match, read_options
+from penzai_shard.checkpoints.filling import Source, Store, read_checksum
+from penzai_shard.checkpoints.matching import Options, match, read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
-from penzai_shard.checkpoints.records import absolute_path, read_manifest
-from penzai_shard.checkpoints.replacement import content_of
-from penzai_shard.errors import CheckpointMismatchError, Problem, RuleTypeError
+from penzai_shard.checkpoints.records import ArrayRecord, Manifest, read_manifest
+from penzai_shard.checkpoints.tensor_files import FRACTIONS
+from penzai_shard.errors import CheckpointMismatchError, PlanError, Problem, Problems
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.paths import matches
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
-from penzai_shard.pretrained.families import build_model, family_of
-from penzai_shard.pretrained.model_configs import ModelConfig, read_config
-from penzai_shard.pretrained.tensor_tables import match_tensors
+from penzai_shard.pretrained import families
+from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
 from penzai_shard.processes.agreement import together
-from penzai_shard.rules import OnIndivisible
-
-CONFIG = "config.json"
+from penzai_shard.rules import AxisRules, OnIndivisible
 
 _CALLED = "load_safetensors"
-_WHICH_DTYPE = "Write dtype='bfloat16' or dtype='float32'."
+# Words of ``allow`` for models of one's own.
+_WORDS = ("transpose", "cast", "blocks")
 
 
 def load_safetensors(
@@ -58,8 +57,10 @@ def load_safetensors(
     """Loads weights as Hugging Face has them straight onto a mesh.
 
     Without ``into`` it makes Penzai's model of the weights' ``config.json``: of Llama, Mistral,
-    Gemma 1 to 3 and GPT-NeoX. With ``into`` it fills any model. Neither torch nor transformers is
-    needed.
+    Gemma 1 to 3 and GPT-NeoX, of which each family has logical axes of its own: all have
+    ``vocabulary``, ``embedding``, ``neurons`` and ``projection``, and ``heads`` or, where several
+    queries share keys, ``head_groups`` and ``query_heads``; a stack has ``blocks``. With ``into``
+    it fills any model. Neither torch nor transformers is needed.
 
     Args:
         path: A safetensors file, an index of several, or their folder.
@@ -115,75 +116,124 @@ def load_safetensors(
     >>> dict(loaded["up"].named_shape)
     {'embedding': 4, 'neurons': 8}
     """
-    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names, "others": others}
-    options = read_options(_CALLED, axes=axes or {}, **tolerance)
-    building: dict[str, Any] = {
-        "use_layer_stack": use_layer_stack,
-        "upcast_activations": upcast_activations,
-        "vocabulary": vocabulary,
-    }
-    given: tuple[Any, ...] = config, *building.values()
-    what = "config, use_layer_stack, upcast_activations and vocabulary make another model"
-    if into is None:
-        given = options.names, options.axes, options.rename_axes, options.keeps_others
-        what = "names, axes, rename_axes and others are options of into=model"
-    if any(given):
-        fix = "Give a model with them, into=model." if into is None else "Leave them out."
-        problem = Problem("into", what, fix)
-        raise RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
-    dtype = read_dtype(_CALLED, dtype)
+    flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
+    building: dict[str, Any] = {**flags, "vocabulary": vocabulary}
+    filling = {"names": names, "axes": axes or {}, "rename_axes": rename_axes, "others": others}
+    problems = _check_options(config, into, allow, building, filling)
+    dtype = families.read_dtype(problems, dtype, families.DTYPES if into is None else FRACTIONS)
+    options = read_options(_CALLED, allow=allow, **filling, verify=verify, more=problems)
+
     find: Any = match
-    if into is None:
-        with together("looking for the configuration of weights"):
-            checked, found = _read_config(path, config, dtype)
-        into = build_model(checked, dtype=found, **building)
-        find = functools.partial(match_tensors, checked)
+    tokens = 0
+    with together("looking for weights and their configuration"):
+        manifest = read_manifest(path)
+        if manifest.kind != "tensors":
+            fix = "Write restore_params(path, model, mesh, rules)."
+            problem = Problem("", "it is a checkpoint, and no safetensors file", fix, "kind")
+            raise CheckpointMismatchError(f"{_CALLED} cannot read {manifest.path}:", [problem])
+        if into is None:
+            checked = _read_config(manifest, config)
+            dtype = dtype or families.find_dtype(checked, manifest.records)
+            into = families.model_of_config(checked, dtype=dtype, **building)
+            tokens = into.metadata.vocab_size
+            find = functools.partial(_match_tensors, checked, manifest.store)
 
     leaves, structure = read_tree(_CALLED, into)
     if dtype is not None:
         options = dataclasses.replace(options, allow=(*options.allow, "cast"))
         leaves = [
-            dataclasses.replace(x, dtype=dtype if _has_fractions(x.dtype) else x.dtype)
+            dataclasses.replace(x, dtype=jnp.dtype(dtype)) if str(x.dtype) in FRACTIONS else x
             for x in leaves
         ]
-    relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
-    layout = read_layout(_CALLED, into, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
-    reading: dict[str, Any] = {"shown": progress is not False, "find": find}
-    return restore_tree(_CALLED, path, leaves, structure, layout, options, verify, **reading)
+    relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
+    layout = _lay_out(into, tokens, mesh, (rules, axis_name_to_mesh_name), **relaxed)
+    reading = {"shown": progress is not False, "find": find}
+    return restore_tree(_CALLED, manifest, leaves, structure, layout, options, verify, **reading)
 
 
-def read_dtype(called: str, dtype: Any) -> Any:
-    """The dtype to which numbers with a fraction are cast, if one is given.
+def _check_options(
+    config: Any, into: Any, allow: Any, building: Mapping[str, Any], filling: Mapping[str, Any]
+) -> Problems:
+    """What is wrong with options of models that are built, and of those that are filled."""
+    problems = Problems("")
+    if into is None:
+        families.check_options(problems, **building)
+        words = allow if isinstance(allow, list | tuple | set) else [allow]
+        useless = {**filling, "others": filling["others"] != "error"}
+        useless["allow"] = [word for word in words if word in _WORDS]
+        fix = "Leave it out, or give into=model."
+    else:
+        useless = {"config": config, **building}
+        fix = "Leave it out, or leave into= out."
+    for name in [name for name, value in useless.items() if value]:
+        problems.add(name, f"it goes with{'' if into is None else 'out'} into= only", fix)
+    return problems
+
+
+def _read_config(manifest: Manifest, config: Any) -> ModelConfig:
+    """The configuration that is given, or that beside weights."""
+    content = pathlib.Path(manifest.path)
+    beside = (content if content.is_dir() else content.parent) / CONFIG
+    return read_config(beside if config is None else config)
+
+
+def _match_tensors(
+    config: ModelConfig,
+    store: Store,
+    stored: Mapping[str, ArrayRecord],
+    wanted: Mapping[str, ArrayRecord],
+    options: Options,
+    *,
+    headline: str,
+    **_: Any,
+) -> dict[str, Source]:
+    """What each parameter of a configuration's model is read from; otherwise like ``match``.
 
     Raises:
-        RuleTypeError: It is none of such numbers.
+        CheckpointMismatchError: Tensors are missing, left over, of other shapes, or not tied.
     """
-    try:
-        if dtype is None or _has_fractions(dtype):
-            return dtype and jnp.dtype(dtype)
-    except TypeError:
-        pass  # It is no dtype at all.
-    problem = Problem("dtype", f"{dtype!r} has no numbers with a fraction", _WHICH_DTYPE)
-    raise RuleTypeError(f"{called} cannot read its options:", [problem])
-
-
-def _has_fractions(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-
-
-def _read_config(path: Any, config: Any, dtype: Any) -> tuple[ModelConfig, Any]:
-    """The configuration of weights, and the dtype of their model."""
-    records = read_manifest(path).records
-    content = content_of(absolute_path(path))
-    beside = (content if content.is_dir() else content.parent) / CONFIG
-    checked = read_config(beside if config is None else config)
-    harmless = family_of(checked).harmless
-    found = {
-        record.dtype
-        for name, record in records.items()
-        if not any(matches(pattern, name) for pattern in harmless)
+    sources, shapes = families.read_tables(config, wanted)
+    family, tied = families.FAMILIES[config.family], families.find_tied(config)
+    # What was saved without a head has nothing in front of the names.
+    base = family.prefix + family.blocks.partition(".")[0] + "."
+    start = "" if any(name.startswith(base) for name in stored) else base
+    names = {
+        name: name if name in stored else tied.get(name, name).removeprefix(start)
+        for name in shapes
     }
-    if dtype is None and found not in ({"bfloat16"}, {"float32"}):
-        problem = Problem("", f"its tensors are {', '.join(sorted(found))}", _WHICH_DTYPE)
-        raise CheckpointMismatchError(f"Penzai has no model like {path}:", [problem])
-    return checked, dtype or found.pop()
+    problems = Problems(headline)
+    for tensor, shape in shapes.items():
+        record = stored.get(names[tensor])
+        if record is None:
+            fix = "Give all files of these weights, with the config.json that belongs to them."
+            problems.add(tensor, "no file has it", fix, "missing")
+        elif record.shape != shape:
+            what = f"it is {record}, and {config.source} makes it {[*shape]}"
+            problems.add(tensor, what, "Give config= the config.json of these weights.", "sizes")
+    left = families.without_buffers(stored).keys() - {*names, *names.values()}
+    for tensor in sorted(left) if "extra" not in options.allow else ():
+        what = f"no parameter of {config.family} is made of it"
+        problems.add(tensor, what, f"Write allow={(*options.allow, 'extra')}.", "extra")
+    families.check_tied(
+        config, stored, lambda x: read_checksum(store, x, stored[x].shape), problems
+    )
+    problems.raise_if_any(CheckpointMismatchError)
+    return {
+        path: dataclasses.replace(source, stored=tuple(names[name] for name in source.stored))
+        for path, source in sources.items()
+    }
+
+
+def _lay_out(model: Any, tokens: int, mesh: Any, rules: Any, **options: Any) -> dict[str, Any]:
+    """As ``read_layout``; where a mesh does not divide so many tokens, it names ``vocabulary=``."""
+    try:
+        return read_layout(_CALLED, model, mesh, *rules, **options)
+    except PlanError as error:
+        if not tokens or all(problem.kind != "indivisible" for problem in error.problems):
+            raise
+        own = AxisRules(rules[0] if rules[1] is None else rules[1])
+        if not own.explain((families.VOCABULARY,), (tokens,), mesh).problems:
+            raise
+        fix = f"Write vocabulary={tokens + -tokens % mesh.size}, which adds zeros."
+        problem = Problem("vocabulary", f"the mesh does not divide {tokens} tokens", fix)
+        raise PlanError(error.args[0], [*error.problems, problem]) from None

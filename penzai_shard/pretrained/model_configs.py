@@ -9,14 +9,16 @@ before in ``rope_theta`` and ``rope_scaling``.
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from penzai_shard import errors
-from penzai_shard.errors import Problem, Problems
 from penzai_shard.paths import nearest
+
+CONFIG = "config.json"
 
 _PUBLISHED = pathlib.Path(__file__).parent / "configurations"
 _OWN_MODEL = "Build the model yourself, and load it with into=."
@@ -78,7 +80,7 @@ def read_config(config: Any) -> ModelConfig:
 
     Args:
         config: Its attributes, the path of a ``config.json`` or of its folder, or the name of a
-            published configuration.
+            published configuration. What was read already stays as it is.
 
     Raises:
         CheckpointNotFoundError: There is no such file, folder or name.
@@ -89,13 +91,17 @@ def read_config(config: Any) -> ModelConfig:
     >>> read_config("llama-3-8b")["hidden_size"]
     4096
     """
-    source = "config" if isinstance(config, Mapping) else str(config)
+    if isinstance(config, ModelConfig):
+        return config
+    # Whoever gives a model is not shown all of it.
+    source = str(config) if isinstance(config, str | os.PathLike) else reprlib.repr(config)
+    source = "config" if isinstance(config, Mapping) else source
     given: Any = config if isinstance(config, Mapping) else _read_json(source)
     family, own = _find_family(source, given), given
     if family == "Gemma 3 with images":
         source, own = f"{source}/text_config", given.get("text_config")
         _check_table(source, own)
-    problems = Problems(f"{source} is no {family} that Penzai's model computes:")
+    problems = errors.Problems(f"{source} is no {family} that Penzai's model computes:")
     values = _check_attributes(_flatten_rope(own), _FAMILIES[family][2], problems)
     # What does not fit by itself is compared with nothing.
     layers = () if problems else _read_layers(values, problems)
@@ -115,12 +121,12 @@ def _read_json(source: str) -> Mapping[str, Any]:
     known = published_names()
     path = _PUBLISHED / f"{source}.json" if source in known else pathlib.Path(source)
     try:
-        text = (path / "config.json" if path.is_dir() else path).read_bytes()
+        text = (path / CONFIG if path.is_dir() else path).read_bytes()
     except (OSError, ValueError) as error:
         near = nearest(source.rpartition("/")[2].lower(), known)
         meant = repr(near) if near else "the path of a config.json"
         fix = f"Write {meant}; published are {', '.join(known)}."
-        problem = Problem("", f"{source!r} is no file and no published name", fix)
+        problem = errors.Problem("", f"{source!r} is no file and no published name", fix)
         raise errors.CheckpointNotFoundError("no such configuration:", [problem]) from error
     try:
         given = json.loads(text)
@@ -132,19 +138,20 @@ def _read_json(source: str) -> Mapping[str, Any]:
 
 def _check_table(source: str, given: Any) -> None:
     if not isinstance(given, Mapping):
-        problem = Problem(source, "it is no table of attributes", _COPY)
+        problem = errors.Problem(source, "it is no table of attributes", _COPY)
         raise errors.CheckpointDamagedError("a configuration cannot be read:", [problem])
 
 
 def _find_family(source: str, given: Mapping[str, Any]) -> str:
     written = given.get("architectures"), given.get("model_type")
     for family, (architecture, model_type, _) in _FAMILIES.items():
-        # One of the two may be missing.
-        if written in [([architecture], model_type), ([architecture], None), (None, model_type)]:
+        # One of the two may be missing. What was saved without a head is a LlamaModel.
+        names = [architecture], [architecture.replace("ForCausalLM", "Model")], None
+        if written[0] in names and written[1] in (model_type, None) and written != (None, None):
             return family
     known = ", ".join(architecture for architecture, *_ in _FAMILIES.values())
     what = f"they and model_type are {reprlib.repr(written)}, and there are {known}"
-    problem = Problem("architectures", what, _OWN_MODEL)
+    problem = errors.Problem("architectures", what, _OWN_MODEL)
     raise errors.CheckpointMismatchError(f"{source} is of no family that is known:", [problem])
 
 
@@ -206,7 +213,7 @@ def _flatten_rope(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _check_attributes(
-    given: Mapping[str, Any], table: Mapping[str, _Attribute], problems: Problems
+    given: Mapping[str, Any], table: Mapping[str, _Attribute], problems: errors.Problems
 ) -> dict[str, Any]:
     """The value of each attribute of a table; what is wrong is added to the problems."""
     values, known = {}, {*_CHANGE_NO_NUMBER.split()}
@@ -235,7 +242,7 @@ def _check_attributes(
 # Heads and layers
 
 
-def _read_layers(values: dict[str, Any], problems: Problems) -> tuple[Layer, ...]:
+def _read_layers(values: dict[str, Any], problems: errors.Problems) -> tuple[Layer, ...]:
     """The layers; adds the sizes of heads where these were absent."""
     hidden, queries = values["hidden_size"], values["num_attention_heads"]
     keys = values["num_key_value_heads"] = values.get("num_key_value_heads") or queries

@@ -5,9 +5,9 @@ whole new one at every moment.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,25 +19,25 @@ from penzai import pz
 from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints.filling import Source
-from penzai_shard.checkpoints.matching import name_arrays, read_options
-from penzai_shard.checkpoints.parameters import parameters_of, read_tree
+from penzai_shard.checkpoints.matching import Options, name_arrays, read_options
+from penzai_shard.checkpoints.parameters import is_train_state, parameters_of, read_tree
 from penzai_shard.checkpoints.records import ArrayRecord, absolute_path, make_record, write_texts
-from penzai_shard.checkpoints.replacement import Replacement
+from penzai_shard.checkpoints.replacement import Replacement, refuse_save
 from penzai_shard.checkpoints.saving import refuse_existing, undo_on_failure
-from penzai_shard.checkpoints.tensor_files import DTYPES, INDEX, SUFFIX, is_tensors
+from penzai_shard.checkpoints.tensor_files import DTYPES, FRACTIONS, INDEX, SUFFIX, is_tensors
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
-from penzai_shard.errors import Problem, Problems
-from penzai_shard.pretrained import tensor_tables as tables
-from penzai_shard.pretrained.families import ApplyScaledRoPE, build_model
-from penzai_shard.pretrained.loading import CONFIG, read_dtype
-from penzai_shard.pretrained.model_configs import ModelConfig, read_config
+from penzai_shard.pretrained import families
+from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
 from penzai_shard.progress import progress as draw_progress
 
 _CALLED = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_FRACTIONS = {dtype for dtype in _CODES if jnp.issubdtype(dtype, jnp.floating)}
 _NO_CHECKSUM = "0" * 16  # As long as one.
 _ALIGNMENT = 8
+Records = Mapping[str, ArrayRecord]
+Part = tuple[str, Source, int]
+"""An array that goes into a tensor: its path, its source, and which of that one's tensors it is."""
+
 _OTHER_CONFIG = "Give config= the configuration of this model."
 
 # The numbers with which layers compute besides their parameters; bfloat16 rounds some of them.
@@ -45,7 +45,7 @@ _NUMBERS = (
     (pz.nn.ApplyRoPE, "max_wavelength"),
     (pz.nn.ApplyRoPEToSubset, "max_wavelength"),
     (pz.nn.ApplyRoPEToSubset, "rope_subset_size"),
-    (ApplyScaledRoPE, "factor"),
+    (families.ApplyScaledRoPE, "factor"),
     (pz.nn.RMSStandardize, "epsilon"),
     (pz.nn.Standardize, "epsilon"),
     (pz.nn.ConstantRescale, "by"),
@@ -104,45 +104,48 @@ def save_safetensors(
     ...     path = save_safetensors(f"{folder}/weights", weights)
     ...     loaded = load_safetensors(path, into=weights)
     """
-    final, dtype = absolute_path(path), read_dtype(_CALLED, dtype)
+    final, problems = absolute_path(path), errors.Problems("")
+    dtype = families.read_dtype(problems, dtype)
     if config is not None and names is not None:
-        problem = Problem("names", "config= has names for all tensors", "Leave out one of them.")
-        raise errors.RuleTypeError(f"{_CALLED} cannot read its options:", [problem])
+        problems.add("names", "config= has names for all tensors", "Leave out one of them.")
+    if max_file_bytes is not None and not (type(max_file_bytes) is int and max_file_bytes > 0):
+        fix = f"Write a number: max_file_bytes={5 * 10**9}."
+        problems.add("max_file_bytes", f"it is {max_file_bytes!r}", fix)
+    options = read_options(_CALLED, names=names, more=problems)
     if jax.process_count() > 1:
         fix = "Write save_params(path, model); one process can restore that and save it so."
-        problem = Problem("", "no process has whole arrays where there are several", fix)
+        problem = errors.Problem("", "no process has whole arrays where there are several", fix)
         raise errors.ShardingError(f"{_CALLED}:", [problem])
     refuse_existing(final, overwrite, _has_weights_only)
-    leaves = parameters_of(read_tree(_CALLED, model)[0])
+    leaves = read_tree(_CALLED, model)[0]
+    if is_train_state(leaves):
+        problem = errors.Problem("", "it is a train state", f"Write {_CALLED}(path, state.model).")
+        raise errors.RuleTypeError(f"{_CALLED} needs a model:", [problem])
+    leaves = parameters_of(leaves)
     found, _ = run_inputs({leaf.path: leaf.value for leaf in leaves}, _CALLED)
     arrays = {leaf.path: leaf.value for leaf in found}
     records = {leaf.path: make_record(leaf) for leaf in leaves}
 
-    replacement, threads = Replacement(final), frozenset(threading.enumerate())
+    replacement = Replacement(final)
     with plain_context(_CALLED):
-        checked = None if config is None else read_config(config)
-        if checked is None:
-            parts, tensors = _name_tensors(records, names)
+        if config is None:
+            parts, tensors = _name_tensors(records, options)
         else:
-            parts, tensors = _find_tensors(checked, model, records, arrays)
+            config = read_config(config)
+            parts, tensors = _find_tensors(config, model, records, arrays)
         tensors = _cast(tensors, dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
+        make = functools.partial(_join_tensor, parts, tensors, arrays)
         with (
             draw_progress(total, "bytes", progress is not False) as bar,
-            undo_on_failure(replacement, threads),
+            undo_on_failure(replacement),
         ):
             replacement.begin()
             replacement.new.mkdir()
-
-            def make(name: str) -> np.ndarray:
-                tensor = tensors[name]
-                bar.advance(tensor.nbytes)
-                return tables.join_tensor(parts[name], tensor.shape, arrays).astype(tensor.dtype)
-
-            _write_files(replacement.new, tensors, make, max_file_bytes or total)
-            if checked is not None:
-                said = {"torch_dtype", "dtype"} & checked.given.keys() if dtype else ()
-                text = json.dumps({**checked.given, **dict.fromkeys(said, str(dtype))}, indent=2)
+            _write_files(replacement.new, tensors, make, max_file_bytes or total, bar)
+            if config is not None:
+                said = {"torch_dtype", "dtype"} & config.given.keys() if dtype else ()
+                text = json.dumps({**config.given, **dict.fromkeys(said, dtype)}, indent=2)
                 (replacement.new / CONFIG).write_text(text, "utf-8")
             replacement.commit()
     replacement.close()
@@ -150,71 +153,73 @@ def save_safetensors(
 
 
 def _has_weights_only(folder: pathlib.Path) -> bool:
-    """Whether nothing but such weights would be lost if a folder is replaced."""
-    names = [file.name for file in folder.glob("*")]
-    return is_tensors(folder) and all(x.endswith(SUFFIX) or x in (INDEX, CONFIG) for x in names)
+    """Whether such weights are in a folder; if something else is too, it is refused by its name."""
+    if not is_tensors(folder):
+        return False
+    for file in sorted(folder.glob("*")):
+        if not file.name.endswith(SUFFIX) and file.name not in (INDEX, CONFIG):
+            fix = "Move it away, or save to another path."
+            refuse_save(file, "it is in the folder, and is none of such weights", fix)
+    return True
 
 
 # Which tensors there are
 
 
-def _name_tensors(
-    records: Mapping[str, ArrayRecord], names: Mapping[str, str | None] | None
-) -> tuple[dict[str, list[tables.Part]], dict[str, ArrayRecord]]:
+def _name_tensors(records: Records, options: Options) -> tuple[dict[str, list[Part]], Records]:
     """Each parameter as a tensor of its own."""
-    options = read_options(_CALLED, names=names)
     headline = "the parameters cannot be named so:"
     named = name_arrays(records, options, headline=headline, holder="the model")
-    sources = {
-        path: Source((name,), records[path].shape, tuple(range(len(records[path].shape))))
-        for path, name in named.items()
-    }
-    return tables.find_parts(sources), {name: records[path] for path, name in named.items()}
+    parts = {}
+    for path, name in named.items():
+        shape = records[path].shape
+        parts[name] = [(path, Source((name,), shape, tuple(range(len(shape)))), 0)]
+    return parts, {name: records[path] for path, name in named.items()}
 
 
 def _find_tensors(
-    config: ModelConfig,
-    model: Any,
-    records: Mapping[str, ArrayRecord],
-    arrays: Mapping[str, Any],
-) -> tuple[dict[str, list[tables.Part]], dict[str, ArrayRecord]]:
+    config: ModelConfig, model: Any, records: Records, arrays: Mapping[str, Any]
+) -> tuple[dict[str, list[Part]], Records]:
     """The tensors that Hugging Face has of a model."""
     own = {path: _read_sizes(record) for path, record in records.items()}
-    tokens = [sizes.get(tables.VOCABULARY, 0) for sizes in own.values()]
-    built = build_model(
+    every = {axis: size for sizes in own.values() for axis, size in sizes.items()}
+    built = families.model_of_config(
         config,
         dtype="float32",
-        use_layer_stack=any(tables.STACK_AXIS in sizes for sizes in own.values()),
-        vocabulary=max([config["vocab_size"], *tokens]),
+        use_layer_stack=families.STACK_AXIS in every,
+        vocabulary=max(config["vocab_size"], every.get(families.VOCABULARY, 0)),
     )
     leaves = parameters_of(read_tree(_CALLED, built)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
-    problems = Problems(f"the model is not that of {config.source}:")
+    problems = errors.Problems(f"the model is not that of {config.source}:")
     for path in dict.fromkeys([*wanted, *own]):
         theirs, ours = (side.get(path, "nothing") for side in (wanted, own))
         if theirs != ours:
             what = f"the configuration makes it {theirs}, and the model has {ours}"
             problems.add(path, what, _OTHER_CONFIG)
-    problems.raise_if_any(errors.CheckpointMismatchError)
-    _check_numbers(model, built, problems)
+    if not problems:
+        _check_numbers(model, built, problems)
     problems.raise_if_any(errors.CheckpointMismatchError)
 
-    sources, shapes = tables.read_tables(config, records)
-    parts = tables.find_parts(sources)
-    for name, other in tables.find_tied(config).items():
-        first, second = (
-            _sum(tables.join_tensor(parts[x], shapes[x], arrays)) for x in (name, other)
-        )
-        if first != second:
-            what = f"{config.source} ties it to {other}, and their numbers differ"
-            problems.add(name, what, "Write config= with tie_word_embeddings=False.", "tied")
-        del parts[name]
+    sources, shapes = families.read_tables(config, records)
+    parts: dict[str, list[Part]] = {}
+    for path, source in sources.items():
+        for number, tensor in enumerate(source.stored):
+            parts.setdefault(tensor, []).append((path, source, number))
+    tensors = {
+        name: ArrayRecord(shapes[name], records[path].dtype, None)
+        for name, [(path, *_), *_] in parts.items()
+    }
+    families.check_tied(
+        config, tensors, lambda name: _sum(_join_tensor(parts, tensors, arrays, name)), problems
+    )
     problems.raise_if_any(errors.CheckpointMismatchError)
-    dtypes = {name: records[part[0]].dtype for name, (part, *_) in parts.items()}
-    return parts, {name: ArrayRecord(shapes[name], dtypes[name], None) for name in parts}
+    for name in families.find_tied(config):
+        del tensors[name]
+    return parts, tensors
 
 
-def _check_numbers(model: Any, built: Any, problems: Problems) -> None:
+def _check_numbers(model: Any, built: Any, problems: errors.Problems) -> None:
     """Whether layers compute with the numbers of a configuration; a dictionary has no layers."""
     for kind, field in _NUMBERS if isinstance(model, pz.nn.Layer) else ():
         layers = (pz.select(x).at_instances_of(kind).get_sequence() for x in (built, model))
@@ -235,28 +240,56 @@ def _sum(array: np.ndarray) -> str:
     return compute_checksums({"": array})[""]
 
 
-def _cast(tensors: Mapping[str, ArrayRecord], dtype: Any) -> dict[str, ArrayRecord]:
+def _cast(tensors: Records, dtype: str | None) -> Records:
     """What is written, which is of dtypes that such files have."""
-    problems = Problems(f"{_CALLED} cannot write these arrays:")
-    found = dict(tensors)
+    problems = errors.Problems(f"{_CALLED} cannot write these arrays:")
+    found = {}
     for name, record in tensors.items():
-        if dtype is not None and record.dtype in _FRACTIONS:
-            found[name] = dataclasses.replace(record, dtype=dtype.name)
-        if found[name].dtype not in _CODES:
-            what = f"safetensors files hold no {found[name].dtype}"
+        other = dtype if dtype and record.dtype in FRACTIONS else record.dtype
+        found[name] = dataclasses.replace(record, dtype=other)
+        if record.dtype not in _CODES:
+            what = f"safetensors files hold no {record.dtype}"
             problems.add(name, what, "Leave it out with names=.", "dtype")
     problems.raise_if_any(errors.RuleTypeError)
     return found
+
+
+def _join_tensor(
+    parts: Mapping[str, Sequence[Part]], tensors: Records, arrays: Mapping[str, Any], name: str
+) -> np.ndarray:
+    """A tensor in host memory, made of the arrays that fill it."""
+    whole = None
+    for path, source, number in parts[name]:
+        # The inverse of ``Source.read``: rows of zeros are cut off, and ones are subtracted.
+        order = tuple(source.order.index(dim) for dim in sorted(source.order))
+        array = np.asarray(_copy_part(arrays[path], number, source.stack, order))
+        array = array[: source.shape[0]] if source.pad else array
+        array = array - np.asarray(source.plus, array.dtype) if source.plus else array
+        if source.pick is None:
+            whole = array
+        else:
+            whole = np.empty(source.shape, array.dtype) if whole is None else whole
+            dimension, position = source.pick
+            np.moveaxis(whole, dimension, 0)[position] = array
+    assert whole is not None
+    whole = np.ascontiguousarray(whole).reshape(tensors[name].shape)
+    return whole.astype(tensors[name].dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("stack", "order"))
+def _copy_part(array: Any, number: Any, stack: int | None, order: tuple[int, ...]) -> Any:
+    """An array in another order, of a stack one; made on devices, where it is faster."""
+    if stack is not None:
+        array = jax.lax.dynamic_index_in_dim(array, number, stack, keepdims=False)
+    # An array of JAX keeps what the host has read of it: the host would have the whole model.
+    return jnp.copy(array.transpose(order))
 
 
 # Files
 
 
 def _write_files(
-    folder: pathlib.Path,
-    tensors: Mapping[str, ArrayRecord],
-    make: Callable[[str], np.ndarray],
-    most: int,
+    folder: pathlib.Path, tensors: Records, make: Callable[[str], np.ndarray], most: int, bar: Any
 ) -> None:
     """Writes tensors to files of so many bytes each, and where there are several their index."""
     files: list[list[str]] = [[]]
@@ -278,6 +311,7 @@ def _write_files(
             stream.write(_make_header(names, tensors, texts))
             for name in names:
                 array = make(name)
+                bar.advance(array.nbytes)
                 records[name] = dataclasses.replace(records[name], values=_sum(array))
                 stream.write(array.reshape(-1).view(np.uint8).data)
     texts = write_texts(records)

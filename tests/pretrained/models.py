@@ -1,8 +1,7 @@
-"""Small configurations of every family as Hugging Face writes them, and tensors for them.
+"""Small models of every family: what transformers wrote, and what Penzai's own converters make."""
 
-The shapes stand here once more, by hand, so that a mistake in a table of the library shows.
-"""
-
+import json
+import pathlib
 import sys
 import types
 from unittest import mock
@@ -12,55 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from penzai.models.transformer.variants import gemma, gpt_neox, llamalike_common
 
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-}
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_SIZES}
-_GEMMA = {**_SIZES, "head_dim": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-_GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **_GEMMA}
-_GEMMA_3 = {
-    "model_type": "gemma3_text",
-    **_GEMMA,
-    "sliding_window": 3,
-    "query_pre_attn_scalar": 24,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-    },
-}
+from tests.checkpoints.safetensors_files import read_file, write_parts, write_tensors
 
+REFERENCE = pathlib.Path(__file__).parent / "reference"
+_READ = {path.parent.name: json.loads(path.read_text()) for path in REFERENCE.glob("*/config.json")}
+_GEMMA_3 = _READ.pop("gemma3_longer_texts")
+_ALIKE = {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None}
 CONFIGS = {
-    "llama": {
-        **_LLAMA,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "llama_one_key_head": {**_LLAMA, "num_key_value_heads": 1, "rope_theta": 5e5},
-    "llama_tied": {**_LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "sliding_window": 3,
-        "rope_theta": 10000.0,
-    },
-    "gemma": {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **_GEMMA},
-    "gemma2": {**_GEMMA_2, "sliding_window": 3, "query_pre_attn_scalar": 24},
-    "gemma2_alike": {
-        **_GEMMA_2,
-        "layer_types": ["full_attention"] * 2,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": 5.0,
-    },
-    "gemma3": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA_3},
+    **_READ,
+    "llama": {key: value for key, value in _READ["llama"].items() if key != "head_dim"},
+    "llama_one_key_head": _READ["llama"]
+    | {"num_key_value_heads": 1, "rope_parameters": None, "rope_theta": 5e5},
+    "gemma2_alike": _READ["gemma2"] | _ALIKE | {"final_logit_softcapping": 5.0},
+    "gemma3": _GEMMA_3,
     "gemma3_images": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -69,78 +32,23 @@ CONFIGS = {
         "image_token_index": 39,
         "mm_tokens_per_image": 4,
     },
-    "gpt_neox": {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        **_SIZES,
-        "layer_norm_eps": 1e-3,
-        "rotary_pct": 0.5,
-        "hidden_act": "gelu",
-    },
 }
+_FOLDERS = {"llama_one_key_head": "llama", "gemma2_alike": "gemma2"}
+_FOLDERS |= dict.fromkeys(("gemma3", "gemma3_images"), "gemma3_longer_texts")
 
 
 def shapes(name):
     """The shape of each tensor of a small model."""
-    config = CONFIGS[name]
-    if "text_config" in config:
-        text = _decoder_shapes(config["text_config"])
-        probe = {"vision_tower.head.probe": (1, 8)}
-        return {f"language_model.{tensor}": shape for tensor, shape in text.items()} | probe
-    return _neox_shapes(config) if name == "gpt_neox" else _decoder_shapes(config)
-
-
-def _decoder_shapes(config):
-    hidden, inner, heads = (
-        config[size] for size in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    head = config.get("head_dim", hidden // heads)
-    keys, kind = config["num_key_value_heads"] * head, config["model_type"]
-    block = {
-        "self_attn.q_proj": (heads * head, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, heads * head),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    if kind in ("gemma2", "gemma3_text"):
-        block |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
-    if kind == "gemma3_text":
-        block |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
-    found = {
-        f"model.layers.{number}.{name}.weight": shape
-        for number in range(config["num_hidden_layers"])
-        for name, shape in block.items()
-    }
-    table = (config["vocab_size"], hidden)
-    found |= {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,)}
-    is_tied = config.get("tie_word_embeddings") or kind.startswith("gemma")
-    return found if is_tied else found | {"lm_head.weight": table}
-
-
-def _neox_shapes(config):
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    block = {
-        "attention.query_key_value": (3 * hidden, hidden),
-        "attention.dense": (hidden, hidden),
-        "mlp.dense_h_to_4h": (inner, hidden),
-        "mlp.dense_4h_to_h": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    found = {"gpt_neox.embed_in.weight": (config["vocab_size"], hidden)}
-    found["embed_out.weight"] = found["gpt_neox.embed_in.weight"]
-    layers = {
-        f"gpt_neox.layers.{number}.{name}": shape
-        for number in range(config["num_hidden_layers"])
-        for name, shape in block.items()
-    }
-    for name, shape in {**layers, "gpt_neox.final_layer_norm": (hidden,)}.items():
-        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    found = {}
+    for file in (REFERENCE / _FOLDERS.get(name, name)).glob("*.safetensors"):
+        header, _ = read_file(file)
+        header.pop("__metadata__")
+        found |= {key: entry["shape"] for key, entry in header.items()}
+    if name == "llama_one_key_head":
+        found |= {key: [4, 16] for key in found if "k_proj" in key or "v_proj" in key}
+    if name == "gemma3_images":
+        found = {f"language_model.{key}": shape for key, shape in found.items()}
+        found["vision_tower.head.probe"] = [1, 8]
     return found
 
 
@@ -155,14 +63,25 @@ def draw_tensors(name, dtype="float32", seed=0):
     return {tensor: draw(shape) for tensor, shape in shapes(name).items()}
 
 
+def write_model(folder, name="llama", tensors=None, several=False):
+    """A folder as Hugging Face has it."""
+    folder.mkdir(exist_ok=True)
+    tensors = draw_tensors(name) if tensors is None else tensors
+    if several:
+        write_parts(folder, tensors)
+    else:
+        write_tensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return folder
+
+
 def convert_by_penzai(name, tensors, use_layer_stack=False):
     """The model that Penzai's own converter makes; of Gemma 3, which it lacks, that of Gemma 2."""
-    config = CONFIGS[name]
-    config = config.get("text_config", config)
+    config = CONFIGS[name].get("text_config", CONFIGS[name])
     if config["model_type"].startswith("gemma"):
         return _convert_gemma(config, tensors, use_layer_stack)
-    defaults = {"rope_theta": 10000.0, "hidden_act": "silu", "rotary_emb_base": 10000.0}
-    attributes = {"rms_norm_eps": 1e-6, **defaults, **config}
+    defaults = {"rope_theta": 10000.0, "rotary_pct": 0.5, "rotary_emb_base": 10000.0}
+    attributes = {**defaults, **config}
 
     class GPTNeoXForCausalLM:
         config = types.SimpleNamespace(**attributes, to_dict=lambda: attributes)
@@ -189,73 +108,57 @@ def convert_by_penzai(name, tensors, use_layer_stack=False):
 
 def _convert_gemma(config, tensors, use_layer_stack):
     """By way of the arrays that Google publishes for Flax, which Penzai's converter takes."""
-    kind, hidden, size = config["model_type"], config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
-    tensors = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
+    hidden, size, keys = (config[x] for x in ("hidden_size", "head_dim", "num_key_value_heads"))
     preset = {
         "num_decoder_blocks": config["num_hidden_layers"],
         "vocab_size": config["vocab_size"],
         "num_kv_heads": keys,
-        "query_head_multiplier": queries // keys,
+        "query_head_multiplier": config["num_attention_heads"] // keys,
         "embedding_dim": hidden,
         "projection_dim": size,
         "mlp_hidden_dim": config["intermediate_size"],
         "rms_norm_eps": config["rms_norm_eps"],
     }
-    norms = {
-        "pre_attention_norm": "input_layernorm",
-        "pre_ffw_norm": "post_attention_layernorm",
-    }
-    if kind != "gemma":
-        norms |= {
-            "post_attention_norm": "post_attention_layernorm",
-            "pre_ffw_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        }
-        slides = llamalike_common.AttentionTypeSlidingWindowCausal(config.get("sliding_window", 1))
-        both = (slides, llamalike_common.AttentionTypeGlobalCausal())
-        alike = config.get("layer_types") == ["full_attention"] * 2
-        is_gemma_2 = kind == "gemma2"
+    norms = {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"}
+    if config["model_type"] != "gemma":
+        for place in ("pre", "post"):
+            norms[f"{place}_ffw_norm"] = f"{place}_feedforward_layernorm"
+        norms["post_attention_norm"] = "post_attention_layernorm"
+        slides = llamalike_common.AttentionTypeSlidingWindowCausal(config["sliding_window"])
+        full = llamalike_common.AttentionTypeGlobalCausal()
+        kinds = tuple(slides if "slid" in kind else full for kind in config["layer_types"])
         preset |= {
             "use_post_attn_norm": True,
             "use_post_ffw_norm": True,
-            "attention_type": both[1] if alike else both,
-            "attn_logits_soft_cap": config.get(
-                "attn_logit_softcapping", 50.0 if is_gemma_2 else None
-            ),
-            "final_logit_softcap": config.get(
-                "final_logit_softcapping", 30.0 if is_gemma_2 else None
-            ),
-            "query_scaling_factor": config.get("query_pre_attn_scalar", 256) ** -0.5,
+            "attention_type": kinds if slides in kinds else full,
+            "attn_logits_soft_cap": config["attn_logit_softcapping"],
+            "final_logit_softcap": config["final_logit_softcapping"],
+            "query_scaling_factor": config["query_pre_attn_scalar"] ** -0.5,
         }
+    tensors = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
     arrays = {
         "embedder": {"input_embedding": tensors["model.embed_tokens.weight"]},
         "final_norm": {"scale": tensors["model.norm.weight"]},
     }
     for number in range(config["num_hidden_layers"]):
-        own = {
-            key.removeprefix(f"model.layers.{number}.").removesuffix(".weight"): tensor
-            for key, tensor in tensors.items()
-        }
-        heads = {
-            each: own[f"self_attn.{each}_proj"].reshape(-1, size, hidden).transpose(0, 2, 1)
+        start = f"model.layers.{number}."
+        own = {key.removeprefix(start).removesuffix(".weight"): x for key, x in tensors.items()}
+        q, k, v = (
+            own[f"self_attn.{each}_proj"].reshape(-1, size, hidden).transpose(0, 2, 1)
             for each in "qkv"
+        )
+        layer = {flax: {"scale": own[torch]} for flax, torch in norms.items()} | {
+            "mlp/gating_einsum": {"w": jnp.stack([own["mlp.gate_proj"], own["mlp.up_proj"]])},
+            "mlp/linear": {"w": own["mlp.down_proj"].T},
+            "attn/attn_vec_einsum": {"w": own["self_attn.o_proj"].T.reshape(-1, size, hidden)},
+            "attn/q_einsum": {"w": q},
+            "attn/kv_einsum": {"w": jnp.stack([k, v])},
         }
-        layer = {flax: {"scale": own[torch]} for flax, torch in norms.items()}
-        layer["mlp/gating_einsum"] = {"w": jnp.stack([own["mlp.gate_proj"], own["mlp.up_proj"]])}
-        layer["mlp/linear"] = {"w": own["mlp.down_proj"].T}
-        layer["attn/attn_vec_einsum"] = {"w": own["self_attn.o_proj"].T.reshape(-1, size, hidden)}
-        if queries == keys:
-            layer["attn/qkv_einsum"] = {"w": jnp.stack([*heads.values()])}
-        else:
-            layer["attn/q_einsum"] = {"w": heads["q"]}
-            layer["attn/kv_einsum"] = {"w": jnp.stack([heads["k"], heads["v"]])}
         arrays |= {f"layer_{number}/{key}": value for key, value in layer.items()}
-    arrays = jax.tree.map(jnp.asarray, arrays)
     with (
         mock.patch.dict(gemma._GEMMA_PRESETS, here=preset),
         mock.patch.dict(gemma._NEEDS_GATING_TRANSPOSE, here=True),
     ):
         return gemma.gemma_from_pretrained_checkpoint(
-            arrays, use_layer_stack=use_layer_stack, preset_name="here"
+            jax.tree.map(jnp.asarray, arrays), use_layer_stack=use_layer_stack, preset_name="here"
         )

@@ -1,7 +1,7 @@
 """Weights come in as by Penzai's own converters and go out as they came, to the bit."""
 
 import json
-import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,56 +11,44 @@ from penzai import pz
 from safetensors.numpy import load_file
 
 import penzai_shard as pzs
-from penzai_shard.pretrained.loading import load_safetensors
-from penzai_shard.pretrained.saving import save_safetensors
-from tests.checkpoints.safetensors_files import write_parts, write_tensors
 from tests.checkpoints.trees import params
-from tests.pretrained.models import CONFIGS, convert_by_penzai, draw_tensors
+from tests.pretrained.models import (
+    CONFIGS,
+    REFERENCE,
+    convert_by_penzai,
+    draw_tensors,
+    write_model,
+)
 
-REFERENCE = pathlib.Path(__file__).parent / "reference"
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 NOT_STACKED = ("gemma2", "gemma3", "gemma3_images", "llama_one_key_head", "llama_tied")
-EVERY = [(name, False) for name in CONFIGS] + [
-    (name, True) for name in CONFIGS if name not in NOT_STACKED
-]
+EVERY = [(name, False) for name in CONFIGS]
+EVERY += [(name, True) for name in CONFIGS if name not in NOT_STACKED]
 
 
-class Weights:
-    """A folder as Hugging Face has it, and the model that is loaded from it."""
-
-    def __init__(self, folder, name, stacked):
-        self.folder, self.name, self.stacked = folder, name, stacked
-        drawn = draw_tensors(name, "bfloat16" if stacked else "float32")
-        # One plus these is exact. In other numbers of a norm, adding one rounds the last bits.
-        self.tensors = {
-            key: (np.round(x * 64) / 64 + 0).astype(x.dtype) if x.ndim == 1 else x
-            for key, x in drawn.items()
-        }
-        write = (
-            write_parts if stacked else lambda at, *a: write_tensors(at / "model.safetensors", *a)
-        )
-        write(folder, self.tensors)
-        (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-        self.model = load_safetensors(
-            folder,
-            MESH,
-            pzs.tensor_parallel("model"),
-            use_layer_stack=stacked,
-            allow="extra",  # The tower of the model with images.
-        )
-
-
-@pytest.fixture(
-    scope="module", params=EVERY, ids=lambda p: f"{p[0]}-{'stack' if p[1] else 'blocks'}"
-)
+@pytest.fixture(scope="module", params=EVERY, ids=lambda p: "-".join(map(str, p)))
 def weights(request, tmp_path_factory):
-    return Weights(tmp_path_factory.mktemp("weights"), *request.param)
+    """A folder as Hugging Face has it, and the model that is loaded from it."""
+    name, stacked = request.param
+    drawn = draw_tensors(name, "bfloat16" if stacked else "float32")
+    # One plus these is exact. In other numbers of a norm, adding one rounds the last bits.
+    tensors = {
+        key: (np.round(x * 64) / 64 + 0).astype(x.dtype) if x.ndim == 1 else x
+        for key, x in drawn.items()
+    }
+    folder = write_model(tmp_path_factory.mktemp("weights"), name, tensors, several=stacked)
+    # What is extra is the tower of the model with images.
+    options = {"use_layer_stack": stacked, "allow": "extra"}
+    model = pzs.load_safetensors(folder, MESH, pzs.tensor_parallel("model"), **options)
+    return types.SimpleNamespace(
+        folder=folder, name=name, stacked=stacked, tensors=tensors, model=model
+    )
 
 
 def by_axes(model):
     """Every parameter with its axes in one order."""
     return {
-        path: np.asarray(value.unwrap(*sorted(value.named_shape)))
+        path: (dict(value.named_shape), np.asarray(value.unwrap(*sorted(value.named_shape))))
         for path, value in pzs.param_dict(model).items()
     }
 
@@ -68,9 +56,10 @@ def by_axes(model):
 def test_load_gives_what_penzais_converter_gives(weights):
     expected = by_axes(convert_by_penzai(weights.name, weights.tensors, weights.stacked))
     found = by_axes(weights.model)
-    for path, array in expected.items():
-        assert found[path].dtype == array.dtype, path
-        assert found[path].tobytes() == array.tobytes(), path
+    for path, (axes, array) in expected.items():
+        assert found[path][0] == axes, path
+        assert found[path][1].dtype == array.dtype, path
+        assert found[path][1].tobytes() == array.tobytes(), path
     # Penzai has no converter of Gemma 3, which has norms of heads.
     others = {path.rpartition("/block_")[2][2:] for path in found.keys() - expected.keys()}
     norms = {f"attention/{name}_norm/scale.weights" for name in ("query", "key")}
@@ -78,7 +67,7 @@ def test_load_gives_what_penzais_converter_gives(weights):
 
 
 def test_save_gives_the_tensors_of_the_source(weights, tmp_path):
-    path = save_safetensors(tmp_path / "saved", weights.model, config=weights.folder)
+    path = pzs.save_safetensors(tmp_path / "saved", weights.model, config=weights.folder)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     tensors = {key: x for key, x in weights.tensors.items() if not key.startswith("vision")}
     assert saved.keys() == tensors.keys()
@@ -86,22 +75,20 @@ def test_save_gives_the_tensors_of_the_source(weights, tmp_path):
         assert saved[key].dtype == tensor.dtype, key
         assert saved[key].tobytes() == tensor.tobytes(), key
     assert json.loads((tmp_path / "saved" / "config.json").read_text()) == CONFIGS[weights.name]
-    again = load_safetensors(path, use_layer_stack=weights.stacked)
+    again = pzs.load_safetensors(path, use_layer_stack=weights.stacked)
     assert params(again) == params(weights.model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_was_loaded_is_saved_exactly_whatever_one_was_added_to(tmp_path, dtype):
-    tensors = draw_tensors("gemma", dtype)
-    write_tensors(tmp_path / "model.safetensors", tensors)
-    model = load_safetensors(tmp_path, config=CONFIGS["gemma"])
-    path = save_safetensors(tmp_path / "saved", model, config=CONFIGS["gemma"])
-    assert params(load_safetensors(path)) == params(model)
+    model = pzs.load_safetensors(write_model(tmp_path, "gemma", draw_tensors("gemma", dtype)))
+    path = pzs.save_safetensors(tmp_path / "saved", model, config=CONFIGS["gemma"])
+    assert params(pzs.load_safetensors(path)) == params(model)
 
 
 @pytest.mark.parametrize("folder", sorted(REFERENCE.glob("*/")), ids=lambda path: path.name)
 def test_logits_are_those_that_torch_computed(folder):
-    model = load_safetensors(folder, dtype="float32")
+    model = pzs.load_safetensors(folder, dtype="float32")
     tokens = np.random.default_rng(0).integers(0, 40, (2, 9))
     named = pz.nx.wrap(jnp.asarray(tokens)).tag("batch", "seq")
     unbound, frozen = pz.unbind_params(model, freeze=True)

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,65 +16,57 @@ from penzai_shard.errors import (
 )
 from penzai_shard.pretrained import model_configs
 from penzai_shard.pretrained.families import model_of_config
-from penzai_shard.pretrained.model_configs import published_names, read_config
+from penzai_shard.pretrained.model_configs import Layer, published_names, read_config
 from tests.pretrained.models import CONFIGS
 
 OWN_MODEL, COPY, LEAVE_OUT, TWO = "into=", "Copy it", "Leave it out", "Leave the wrong one out"
 ROPE, FULL = "rope_parameters", "rope_parameters/full_attention"
 SLIDING, LINEAR = "rope_parameters/sliding_attention", {"rope_type": "linear"}
-# The small model, what is changed in it, the attribute that is refused, and the fix.
+# The small model, the fix, and attributes that are refused, each by itself.
 REFUSED = [
-    ("llama", {"attention_bias": True}, "attention_bias", OWN_MODEL),
-    ("llama", {"mlp_bias": True}, "mlp_bias", OWN_MODEL),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act", OWN_MODEL),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout", OWN_MODEL),
-    ("llama", {"sliding_window": 5}, "sliding_window", OWN_MODEL),
-    ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings", OWN_MODEL),
-    ("llama", {"rope_interleaved": True}, "rope_interleaved", OWN_MODEL),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor", OWN_MODEL),
-    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads", COPY),
-    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads", COPY),
-    ("llama", {"hidden_size": None}, "hidden_size", COPY),
-    ("llama", {"hidden_size": "16"}, "hidden_size", COPY),
-    ("llama", {"vocab_size": True}, "vocab_size", COPY),
-    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers", COPY),
+    ("llama", OWN_MODEL, {"attention_bias": True, "mlp_bias": True, "rope_interleaved": True}),
+    ("llama", OWN_MODEL, {"hidden_act": "gelu", "attention_dropout": 0.1, "sliding_window": 5}),
+    ("llama", COPY, {"hidden_size": None, "vocab_size": True, "num_hidden_layers": 10**9}),
+    ("llama", COPY, {"num_key_value_heads": 3, "rms_norm_eps": -1.0}),
+    ("llama", OWN_MODEL, {"tie_word_embeddings": 1}),
+    ("llama", COPY, {"hidden_size": "16"}),
+    ("llama", COPY, {"num_key_value_heads": 0}),
+    ("llama", LEAVE_OUT, {"quantization_config": {"bits": 4}, ROPE: [1]}),
+    ("mistral", COPY, {"sliding_window": 0, "num_key_value_heads": None}),
+    ("gpt_neox", OWN_MODEL, {"use_parallel_residual": False, "attention_bias": False}),
+    ("gpt_neox", OWN_MODEL, {"hidden_act": "tanh"}),
+    ("gpt_neox", COPY, {"layer_norm_eps": "small"}),
+    ("gemma", OWN_MODEL, {"tie_word_embeddings": False, "hidden_act": "gelu_new"}),
+    ("gemma", COPY, {"head_dim": 7}),
+    ("gemma2", COPY, {"layer_types": ["full_attention"], "attn_logit_softcapping": -50.0}),
+    ("gemma2", COPY, {"layer_types": ["chunked_attention"] * 2, "sliding_window": None}),
+    ("gemma2", COPY, {"layer_types": [["full_attention"]] * 2, "query_pre_attn_scalar": 0}),
+    ("gemma2", COPY, {"layer_types": []}),
+    ("gemma2", COPY, {"layer_types": "full_attention"}),
+    ("gemma2", TWO, {"sliding_window_size": 5}),
+    ("gemma2", OWN_MODEL, {"use_bidirectional_attention": True}),
+]
+# What is changed together, and the attribute that is refused.
+REFUSED_TOGETHER = [
+    ("llama", {ROPE: {"partial_rotary_factor": 0.5}}, f"{ROPE}/partial_rotary_factor", OWN_MODEL),
     ("llama", {"hidden_size": 34}, "head_dim", COPY),
     ("llama", {"hidden_size": 36}, "head_dim", COPY),
-    ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps", COPY),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config", LEAVE_OUT),
     ("llama", {ROPE: {"rope_type": "yarn"}}, f"{ROPE}/rope_type", OWN_MODEL),
     ("llama", {ROPE: {"rope_type": "llama3", "factor": 8.0}}, "rope_type", ROPE),
     ("llama", {ROPE: {"factor": 8.0}}, "rope_type", ROPE),
-    ("gpt_neox", {"rope_scaling": {"type": "linear"}}, "rope_scaling/type", OWN_MODEL),
-    ("gpt_neox", {"rope_scaling": {"factor": 2.0}}, "rope_scaling/factor", LEAVE_OUT),
     ("llama", {ROPE: {"rope_theta": 1e4, "mscale": 2.0}}, f"{ROPE}/mscale", LEAVE_OUT),
-    ("llama", {ROPE: [1]}, ROPE, LEAVE_OUT),
     ("llama", {"rope_theta": 5e5}, f"{ROPE}/rope_theta", TWO),
     ("llama", {ROPE: {"rope_theta": "10000"}}, f"{ROPE}/rope_theta", COPY),
-    ("mistral", {"sliding_window": 0}, "sliding_window", COPY),
-    ("mistral", {"num_key_value_heads": None}, "num_key_value_heads", COPY),
-    ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual", OWN_MODEL),
-    ("gpt_neox", {"attention_bias": False}, "attention_bias", OWN_MODEL),
-    ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act", OWN_MODEL),
-    ("gpt_neox", {"rotary_pct": 0.125}, "head_dim", COPY),
-    ("gpt_neox", {"layer_norm_eps": "small"}, "layer_norm_eps", COPY),
-    ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings", OWN_MODEL),
-    ("gemma", {"hidden_act": "gelu_new"}, "hidden_act", OWN_MODEL),
-    ("gemma", {"head_dim": 7}, "head_dim", COPY),
-    ("gemma2", {"layer_types": ["full_attention"]}, "layer_types", COPY),
-    ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "layer_types", COPY),
-    ("gemma2", {"layer_types": [["full_attention"]] * 2}, "layer_types", COPY),
-    ("gemma2", {"layer_types": []}, "layer_types", COPY),
-    ("gemma2", {"layer_types": "full_attention"}, "layer_types", COPY),
-    ("gemma2", {"attn_logit_softcapping": -50.0}, "attn_logit_softcapping", COPY),
-    ("gemma2", {"sliding_window_size": 5}, "sliding_window_size", TWO),
-    ("gemma2", {"sliding_window": None}, "sliding_window", COPY),
-    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention", OWN_MODEL),
-    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", COPY),
+    ("gpt_neox", {"rope_scaling": {"type": "linear"}}, "rope_scaling/type", OWN_MODEL),
+    ("gpt_neox", {"rope_scaling": {"factor": 2.0}}, "rope_scaling/factor", LEAVE_OUT),
+    ("gpt_neox", {ROPE: {"partial_rotary_factor": 0.125}}, "head_dim", COPY),
     ("gemma3", {ROPE: {"full_attention": {"rope_type": "yarn"}}}, f"{FULL}/rope_type", OWN_MODEL),
     ("gemma3", {ROPE: {"full_attention": {"factor": 8.0}}}, "rope_type", ROPE),
     ("gemma3", {ROPE: {"sliding_attention": LINEAR}}, f"{SLIDING}/rope_type", OWN_MODEL),
     ("gemma3", {ROPE: {"full_attention": LINEAR | {"factor": 0}}}, f"{FULL}/factor", COPY),
+]
+REFUSED_TOGETHER += [
+    (model, {name: x}, name, fix) for model, fix, every in REFUSED for name, x in every.items()
 ]
 ACCEPTED = [
     ("llama", {"_name_or_path": "a/b", "transformers_version": "4.31.0", "use_cache": False}),
@@ -86,29 +79,29 @@ ACCEPTED = [
     ("llama", {ROPE: None, "rope_scaling": {"type": "default"}}),
     ("llama", {ROPE: None}),
     ("llama", {ROPE: {"rope_type": "linear", "factor": 4.0}}),
-    ("llama", {"rope_theta": 10000}),
-    ("llama", {"partial_rotary_factor": 1.0}),
+    ("llama", {"rope_theta": 10000, "partial_rotary_factor": 1.0}),
     ("llama", {"num_key_value_heads": None}),
     ("llama", {"architectures": None}),
     ("llama", {"model_type": None}),
     ("llama", {"attention_bias": None, "mlp_bias": None}),
     ("llama", {"max_sequence_length": 2048, "rope_interleaved": False, "is_llama_config": True}),
     ("llama", {"quantization_config": None}),
-    ("mistral", {"sliding_window": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("mistral", {ROPE: None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("mistral", {"sliding_window": None}),
     ("gpt_neox", {"hidden_act": "gelu_new", "classifier_dropout": 0.5}),
     ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 10000}),
-    ("gpt_neox", {"rotary_pct": None, ROPE: {"partial_rotary_factor": 0.25}}),
+    ("gpt_neox", {"rotary_pct": None, ROPE: {"partial_rotary_factor": 0.5}}),
     ("gpt_neox", {"hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "attention_dropout": 0}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
     ("gemma2", {"sliding_window_size": 3}),
     ("gemma2", {"layer_types": None, "attn_logit_softcapping": None, "cache_implementation": "x"}),
-    ("gemma3", {"layer_types": None, "sliding_window_pattern": 2}),
+    ("gemma3", {"layer_types": None, "_sliding_window_pattern": 2}),
     ("gemma3_images", {"vision_config": None, "boi_token_index": 1, "tie_word_embeddings": True}),
     ("gemma3", {"num_attention_heads": None, "vocab_size": None}),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "path", "fix"), REFUSED)
+@pytest.mark.parametrize(("name", "changes", "path", "fix"), REFUSED_TOGETHER)
 def test_read_config_refuses_by_name_what_penzais_model_does_not_compute(name, changes, path, fix):
     with pytest.raises(CheckpointMismatchError) as caught:
         read_config(CONFIGS[name] | changes)
@@ -143,56 +136,68 @@ def test_read_config_names_all_that_is_wrong_at_once_also_within_a_part():
         ("gemma2", {"query_pre_attn_scalar": 256, "sliding_window": 4096}),
         ("gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
         ("gemma3", {"query_pre_attn_scalar": 256, "sliding_window": 4096, "head_dim": 256}),
-        (
-            "gemma3",
-            {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None},
-        ),
+        ("gemma3", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        ("gemma3", {"final_logit_softcapping": None}),
         ("gpt_neox", {"partial_rotary_factor": 0.25, "rope_theta": 1e4, "layer_norm_eps": 1e-5}),
     ],
 )
 def test_absent_attributes_mean_what_transformers_has_by_default(name, defaults):
-    left_out = {*defaults, "rope_parameters", "rotary_pct"} - {"tie_word_embeddings"}
+    left_out = {*defaults, ROPE} - {"tie_word_embeddings"}
     config = {key: value for key, value in CONFIGS[name].items() if key not in left_out}
-    read = read_config(config)
+    read = read_config(config | {"hidden_size": 64})
     assert {key: read[key] for key in defaults} == defaults
 
 
-def test_llama_3_2_divides_positions_of_slow_rotations():
-    layer = read_config("llama-3.2-1b").layers[0]
-    assert (layer.theta, layer.factor, layer.bands) == (5e5, 32.0, (1.0, 4.0, 8192))
+OLDER = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR | {"factor": 8.0}}
 
 
-def test_both_forms_of_rotary_positions_mean_the_same():
-    newer = read_config(CONFIGS["gemma3"])
-    older = {
-        "rope_parameters": None,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }
-    assert read_config(CONFIGS["gemma3"] | older).layers == newer.layers
-    assert [(layer.window, layer.theta, layer.factor) for layer in newer.layers] == [
-        (3, 1e4, 1.0),
-        (None, 1e6, 8.0),
-    ]
+# Window, base of wavelengths, and factor of each layer, where it has bands these too.
+@pytest.mark.parametrize(
+    ("config", "changes", "layers"),
+    [
+        ("gemma3", {}, [(3, 1e4, 1.0), (None, 1e6, 8.0)]),
+        ("gemma3", {ROPE: None} | OLDER, [(3, 1e4, 1.0), (None, 1e6, 8.0)]),
+        ("llama-3.2-1b", {}, [(None, 5e5, 32.0, (1.0, 4.0, 8192))] * 16),
+    ],
+)
+def test_layers_have_what_either_form_of_rotary_positions_says(config, changes, layers):
+    read = read_config(CONFIGS[config] | changes if config in CONFIGS else config)
+    assert read.layers == tuple(Layer(*each) for each in layers)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("listed", "pattern", "windows"),
     [
-        {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"},
-        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-        {"architectures": ["LlamaForCausalLM"], "model_type": "mistral"},
-        {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
-        {"architectures": "LlamaForCausalLM and others"},
-        {"architectures": [["LlamaForCausalLM"]]},
-        {"model_type": ["llama"]},
-        {},
+        (None, None, [3, 3, 3, 3, 3, None, 3]),
+        (None, 2, [3, None, 3, None, 3, None, 3]),
+        (["full_attention"] * 6 + ["sliding_attention"], 2, [None] * 6 + [3]),
     ],
 )
-def test_read_config_refuses_other_architectures_with_those_that_are_known(config):
+def test_layers_that_are_not_listed_follow_a_pattern(listed, pattern, windows):
+    changes = {"num_hidden_layers": 7, "layer_types": listed, "_sliding_window_pattern": pattern}
+    config = read_config(CONFIGS["gemma3"] | changes)
+    assert [layer.window for layer in config.layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("architectures", "model_type"),
+    [
+        (["LlamaForSequenceClassification"], "llama"),
+        (["Qwen2ForCausalLM"], "qwen2"),
+        (["LlamaForCausalLM"], "mistral"),
+        (["LlamaModel"], "mistral"),
+        (["LlamaForCausalLM", "MistralForCausalLM"], None),
+        ("LlamaForCausalLM and others", None),
+        ([["LlamaForCausalLM"]], None),
+        (None, ["llama"]),
+        (None, None),
+    ],
+)
+def test_read_config_refuses_other_architectures_with_those_that_are_known(
+    architectures, model_type
+):
     with pytest.raises(CheckpointMismatchError) as caught:
-        read_config(config)
+        read_config({"architectures": architectures, "model_type": model_type})
     (problem,) = caught.value.problems
     assert problem.path == "architectures"
     assert all(config["architectures"][0] in problem.what for config in CONFIGS.values())
@@ -235,26 +240,19 @@ def test_read_config_reads_a_file_and_its_folder(tmp_path):
     path.write_text(json.dumps(CONFIGS["llama"]))
     for place in (path, str(path), tmp_path):
         config = read_config(place)
-        assert config.given == CONFIGS["llama"]
-        assert config.source == str(place)
+        assert (config.given, config.source) == (CONFIGS["llama"], str(place))
 
 
-def test_read_config_refuses_a_part_that_is_no_table():
-    for part in (None, 3):
+def test_read_config_refuses_what_is_no_table_of_attributes(tmp_path):
+    path, images = tmp_path / "config.json", CONFIGS["gemma3_images"]
+    wrong = [(images | {"text_config": part}, "config/text_config") for part in (None, 3)]
+    wrong += [(text, str(path)) for text in ("", "[1]", "{", "[" * 10**5, "\udc80", "null")]
+    for config, place in wrong:
+        if isinstance(config, str):
+            path.write_bytes(config.encode(errors="surrogateescape"))
         with pytest.raises(CheckpointDamagedError) as caught:
-            read_config(CONFIGS["gemma3_images"] | {"text_config": part})
-        (problem,) = caught.value.problems
-        assert problem.path == "config/text_config"
-
-
-@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 10**5, "\udc80", "null"])
-def test_read_config_refuses_files_that_hold_no_attributes(tmp_path, text):
-    path = tmp_path / "config.json"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(CheckpointDamagedError) as caught:
-        read_config(tmp_path)
-    (problem,) = caught.value.problems
-    assert problem.path == str(tmp_path)
+            read_config(path if isinstance(config, str) else config)
+        assert [problem.path for problem in caught.value.problems] == [place]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +262,8 @@ def test_read_config_refuses_files_that_hold_no_attributes(tmp_path, text):
         ("google/Gemma-2-9B", "'gemma-2-9b'"),
         ("missing/folder", "the path of a config.json"),
         ("\0", "the path of a config.json"),
-        (3, "the path of a config.json"),
+        ({1: "a model"}.values(), "the path of a config.json"),
+        (np.zeros(10_000), "the path of a config.json"),
     ],
 )
 def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near):
@@ -273,6 +272,7 @@ def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near
     (problem,) = caught.value.problems
     assert f"Write {near}; " in problem.fix
     assert all(name in problem.fix for name in published_names())
+    assert len(str(caught.value)) < 400
 
 
 # Embeddings once where they are tied, as papers and model cards count.
