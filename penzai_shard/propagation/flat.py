@@ -26,7 +26,7 @@ import jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from penzai_shard.propagation.passes import LAID_OUT, propagate
+from penzai_shard.propagation.passes import LAID_OUT, mesh_axes, propagate
 from penzai_shard.propagation.xla_form import ORDER, Mlir, main_block, name_of, to_xla_form
 
 FLOW = "flow"
@@ -209,11 +209,6 @@ class _Reader:
         self._order = 0
 
     def read(self, module: Mlir) -> Propagated:
-        mesh: dict[str, int] = {}
-        for each in module.regions[0].blocks[0].operations:
-            if each.operation.name == "sdy.mesh":
-                axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(each.operation.attributes["mesh"]).axes)
-                mesh |= {axis.name: axis.size for axis in axes}
         block = main_block(module)
         given = _entries(block.owner, "arg_attrs", len(block.arguments))
         arguments = [
@@ -230,6 +225,7 @@ class _Reader:
             self._read_result(position, *each)
             for position, each in enumerate(zip(returned, types, asked, strict=True))
         ]
+        mesh = dict(mesh_axes(module))
         return Propagated(self.values, self.operations, arguments, laid_out, results, mesh)
 
     def _read_result(

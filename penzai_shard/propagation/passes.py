@@ -75,14 +75,18 @@ def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
 
 
 def _check_meshes(module: Mlir, problems: Problems) -> None:
-    sizes: dict[str, int] = {}
-    for each in operations_in(module, "sdy.mesh"):
-        for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(each.attributes["mesh"]).axes):
-            if sizes.setdefault(axis.name, axis.size) != axis.size:
-                what = (
-                    f"mesh axis {axis.name!r} is of {sizes[axis.name]} and of {axis.size} devices"
-                )
-                problems.add("", what, "Use one mesh in all of the function.", "several meshes")
+    known = dict(mesh_axes(module))
+    for name, size in mesh_axes(module):
+        if size != known[name]:
+            what = f"mesh axis {name!r} is of {size} and of {known[name]} devices"
+            problems.add("", what, "Use one mesh in all of the function.", "several meshes")
+
+
+def mesh_axes(module: Mlir) -> list[tuple[str, int]]:
+    """Name and size of the axes of all meshes in a module."""
+    meshes = [sdy.MeshAttr(each.attributes["mesh"]) for each in operations_in(module, "sdy.mesh")]
+    axes = [sdy.MeshAxisAttr(axis) for mesh in meshes for axis in mesh.axes]
+    return [(axis.name, axis.size) for axis in axes]
 
 
 def _note_layouts(main: Mlir) -> None:

@@ -73,7 +73,8 @@ def name_of(thing: Mlir) -> str:
 
 
 def _functions(module: Mlir) -> dict[str, Mlir]:
-    functions = operations_in(module, "func.func")
+    found = (each.operation for each in module.regions[0].blocks[0].operations)
+    functions = [each for each in found if each.name == "func.func"]
     return {ir.StringAttr(each.attributes["sym_name"]).value: each for each in functions}
 
 

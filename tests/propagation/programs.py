@@ -1,6 +1,7 @@
 """Programs with a ``shard_map`` in them, lowered for a mesh without devices.
 
-``SHARD_MAPS`` has functions of two arrays by name, ``lower`` lowers one of them.
+``SHARD_MAPS`` has functions of two arrays by name, ``lower_shard_map`` lowers one of them.
+``python -m tests.propagation.programs`` propagates all of them, as this once ended the process.
 """
 
 import jax
@@ -100,3 +101,10 @@ SHARD_MAPS = {
 def lower_shard_map(name, of_weights=("data",)):
     """A program of ``SHARD_MAPS``: rows of its first array are split, its weights as one says."""
     return lower(SHARD_MAPS[name], array("data"), array(*of_weights))
+
+
+if __name__ == "__main__":
+    from penzai_shard.propagation.flat import propagate_lowered
+
+    for name in SHARD_MAPS:
+        print(name, len(propagate_lowered(lower_shard_map(name)).operations), flush=True)

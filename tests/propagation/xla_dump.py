@@ -1,8 +1,8 @@
 """Compares layouts with those that XLA writes down itself while it compiles train steps.
 
 ``python -m tests.propagation.xla_dump NAME...`` prints, as JSON, for each step how many operations
-XLA has, how many of them have one of ours of the same kind, type and layout, for how many of its
-results the layouts agree, and the seconds that our side takes.
+XLA has, how many of them have one of ours of the same kind, type and layout, whether the layouts of
+all compiled results are ours, and the seconds that our side takes.
 """
 
 import collections
@@ -14,22 +14,90 @@ import sys
 import tempfile
 import time
 
-# Constants are copied at will; the others only hand on or pin.
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import penzai_shard as pzs
+from penzai_shard.layouts.layout import Layout
+from penzai_shard.propagation.flat import propagate_lowered
+from tests.layouts.transformers import loss_fn, make_builder, make_tokens
+
+DATA, TWO = {"data": 8}, {"data": 4, "model": 2}
+LAYOUTS = {
+    "data parallel": (Layout.data_parallel(), DATA),
+    "fully sharded": (Layout.fully_sharded(min_size=128), DATA),
+    "tensor parallel": (Layout.tensor_parallel(), TWO),
+    "rolled stack": (Layout.zero1(min_size=128), TWO),
+    "accumulation": (Layout.two_dimensional(min_size=128), TWO),
+}
+# Constants are copied at will; others hand on, or pin.
 PASSED_BY = {"constant", "return", "reshard", "sharding_constraint", "mesh", "iota", "while"}
 PASSED_BY |= {"optimization_barrier"}
 
 
+def lower_step(name):
+    """A train step of a Llama, and its mesh."""
+    layout, sizes = LAYOUTS[name]
+    mesh, is_rolled = pzs.make_mesh(sizes), name == "rolled stack"
+    make = make_builder(blocks=1 + is_rolled, stacked=is_rolled)
+    state, step = layout.build(
+        lambda: pzs.roll_layer_stacks().apply(make()) if is_rolled else make(),
+        mesh=mesh,
+        loss_fn=loss_fn,
+        optimizer=optax.adamw(1e-2),
+        rng=jax.random.key(1),
+        batch_axis=0,
+        accumulate_steps=2 if name == "accumulation" else 1,
+    )
+    batch = layout.shard_batch({"tokens": make_tokens(16)}, mesh, first_axis="batch")
+    return step.lower(state, **batch), mesh
+
+
+def lower_scanned():
+    """Layers in a loop without constraints, so that nothing but XLA's form decides: ZeRO-1."""
+    mesh, optimizer = pzs.make_mesh(TWO), optax.adam(1e-3)
+    shapes = {"table": (32, 16), "up": (3, 16, 32), "down": (3, 32, 16)}
+    specs = {"table": P(None, "data"), "up": P(None, "data"), "down": P(None, None, "data")}
+
+    def struct(shape, spec, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def run_step(params, state, tokens):
+        def loss(params):
+            turn = jax.checkpoint(lambda x, w: (x + jax.nn.gelu(x @ w[0]) @ w[1], None))
+            x = jax.lax.scan(turn, params["table"][tokens], (params["up"], params["down"]))[0]
+            logits = x @ params["table"].T
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {name: struct(shape, P()) for name, shape in shapes.items()}
+    moments = {name: struct(shape, specs[name]) for name, shape in shapes.items()}
+    adam = optax.ScaleByAdamState(struct((), P(), "int32"), moments, moments)
+    given = params, (adam, optax.EmptyState())
+    jitted = jax.jit(run_step, out_shardings=jax.tree.map(lambda x: x.sharding, given))
+    return jitted.lower(*given, struct((16, 8), P("data"), "int32")), mesh
+
+
+def key(kind, type_text, spec):
+    """What is compared of an operation; a layout without mesh axes counts as none."""
+    return kind, type_text, str([*map(list, spec)]) if any(spec) else ""
+
+
 def read_dump(text):
-    """How often XLA's module has each kind of operation, last type and first layout."""
+    """How often XLA's module has each kind of operation, with its last type and first layout."""
     found = collections.Counter()
     for line in text.splitlines():
-        operation = re.search(r'= "?(?:stablehlo|sdy)\.(\w+)"?', line)
+        kind = re.search(r'= "?(?:stablehlo|sdy)\.(\w+)"?', line)
         types = re.findall(r"tensor<([^>]*)>", line)
-        if operation and types and operation[1] not in PASSED_BY:
-            layout = re.search(r"sharding_per_value<\[<@\w+, \[([^\]]*)\]", line)
-            dims = re.findall(r"\{([^}]*)\}", layout[1] if layout else "")
-            spec = [" ".join(re.findall(r'"[^"]+"(?::\(\d+\)\d+)?', dim)) for dim in dims]
-            found[operation[1], types[-1], ",".join(spec).strip(",")] += 1
+        layout = re.search(r"sharding_per_value<\[<@\w+, \[([^\]]*)\]", line)
+        dims = re.findall(r"\{([^}]*)\}", layout[1].replace('"', "") if layout else "")
+        if kind and types and kind[1] not in PASSED_BY:
+            spec = [[axis for axis in dim.split(", ") if axis not in ("", "?")] for dim in dims]
+            found[key(kind[1], types[-1], spec)] += 1
     return found
 
 
@@ -39,55 +107,36 @@ def read_ours(program):
     for operation in program.operations:
         kind = operation.kind.partition(".")[2]
         if kind and operation.results and kind not in PASSED_BY:
-            last, first = (program.values[operation.results[n]] for n in (-1, 0))
-            spec = [" ".join(re.sub(r"^([^:]+)", r'"\1"', a) for a in axes) for axes in first.spec or ()]
-            kind_of_values = "x".join([*map(str, last.shape), last.dtype])
-            found[kind, kind_of_values, ",".join(spec).strip(",")] += 1
+            first, last = (program.values[operation.results[n]] for n in (0, -1))
+            type_text = "x".join([*map(str, last.shape), last.dtype])
+            found[key(kind, type_text, first.spec or ())] += 1
     return found
 
 
 def compare(name, folder):
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from penzai_shard.propagation import flat
-    from tests.propagation.steps import STEPS
-
-    lowered, mesh = STEPS[name]()
-    compiled = lowered.compile()
-    dump = max(folder.glob("shardy/*/02*.mlir"), key=lambda path: path.stat().st_mtime)
-    xla = read_dump(dump.read_text())
+    lowered, mesh = lower_scanned() if name == "scanned" else lower_step(name)
+    shardings = jax.tree.leaves(lowered.compile().output_shardings)
+    dump = max(folder.glob("shardy/*run_step*/02*.mlir"), key=lambda path: path.stat().st_mtime_ns)
     start = time.perf_counter()
-    program = flat.propagate_lowered(lowered)
+    program = propagate_lowered(lowered)
     seconds = time.perf_counter() - start
-    ours = read_ours(program)
-    if os.environ.get("V"):
-        print(name, (xla - ours).most_common(12), (ours - xla).most_common(12), sep="\n ")
-    results = [program.values[number] for number in program.results]
-    import jax
-
-    shardings = jax.tree.leaves(compiled.output_shardings)
-    equal = [
-        theirs.is_equivalent_to(NamedSharding(mesh, P(*(value.spec or ()))), len(value.shape))
-        for value, theirs in zip(results, shardings, strict=True)
-    ]
-    return {
-        "operations": sum(xla.values()),
-        "alike": sum((xla & ours).values()),
-        "ours": sum(ours.values()),
-        "results": len(equal),
-        "results alike": sum(equal),
-        "seconds": seconds,
-    }
+    xla, ours = read_dump(dump.read_text(encoding="utf-8")), read_ours(program)
+    if "-v" in sys.argv:
+        print(name, "lacking", xla - ours, file=sys.stderr)
+    values = [program.values[number] for number in program.results]
+    are_equal = all(
+        theirs.is_equivalent_to(NamedSharding(mesh, P(*value.spec or ())), len(value.shape))
+        for value, theirs in zip(values, shardings, strict=True)
+    )
+    return xla.total(), (xla & ours).total(), are_equal, seconds
 
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        flags = "--xla_force_host_platform_device_count=8 --xla_dump_hlo_pass_re=shardy.*"
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={folder}"
-        # What is read from a cache is not written down.
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-        print(json.dumps({n: compare(n, pathlib.Path(folder)) for n in sys.argv[1:]}))
+        dumping = f"--xla_dump_hlo_pass_re=shardy.* --xla_dump_to={folder}"
+        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {dumping}"
+        found = {name: compare(name, pathlib.Path(folder)) for name in [*LAYOUTS, "scanned"]}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
