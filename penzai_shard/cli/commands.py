@@ -115,6 +115,22 @@ def compare(
     context.exit(int(not report))
 
 
+@checkpoint.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def verify(context: click.Context, path: str, as_json: bool, show_all: bool, debug: bool) -> None:
+    """Read every number of PATH. The exit status is 1 if some are not as they were saved."""
+    from penzai_shard.checkpoints.reports import verify_checkpoint
+    from penzai_shard.cli.checkpoint import print_report
+
+    report = verify_checkpoint(path)
+    print_report(report, as_json, show_all)
+    context.exit(int(not report))
+
+
 @penzai_shard.command()
 @click.option("--out", type=click.Path(path_type=pathlib.Path), help="Keep the checkpoint here.")
 def demo(out: pathlib.Path | None) -> None:

@@ -1,6 +1,7 @@
 """``penzai-shard checkpoint``: what it prints, and the exit status."""
 
 import json
+import pathlib
 import sys
 
 import jax.numpy as jnp
@@ -41,8 +42,17 @@ def test_checkpoint_compare(run):
     assert [(row["path"], row["what"]) for row in json.loads(out)["rows"]] == [("v", "values")]
 
 
+def test_checkpoint_verify(run):
+    assert run("verify", "first")[0] == 0
+    for file in pathlib.Path("first", "state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:-9])
+    status, out, _ = run("verify", "first", "--json")
+    assert status == 1
+    assert {row["state"] for row in json.loads(out)["rows"]} == {"unreadable"}
+
+
 def test_checkpoint_of_a_mistake_says_what_to_write(run):
-    for call in (["show", "firs"], ["compare", "first", "firs"]):
+    for call in (["show", "firs"], ["compare", "first", "firs"], ["verify", "firs"]):
         status, out, error = run(*call)
         assert (status, out) == (2, "")
         assert "first" in error
