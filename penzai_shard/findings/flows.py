@@ -9,12 +9,10 @@ there on. A parameter lies as the plan says, or as a ``GatherParameters`` around
 Where one mesh axis splits a parameter along one logical axis, and what flows into its layer along
 another, no device can compute its part: one of the two moves in every step, in a *conflict*, unless
 the flow is pinned, so that it is the parameter that moves, as in fully sharded training.
-Layers that only lay out are passed by in this walk: one that fits nothing must not hide the rest.
 """
 
 import dataclasses
 import itertools
-import re
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,22 +22,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.arrays.inputs import bound_sharding
-from penzai_shard.arrays.steps import make_struct
-from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
+from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import ShardingError
 from penzai_shard.findings.rules import SEQUENCE_AXES, find_near_names
 from penzai_shard.findings.subject import Finding, Subject, split_axes
+from penzai_shard.findings.walk import Call, Recorded, Walk, leaf_text, row_of, trace
 from penzai_shard.inspection.layer_marks import is_layer
 from penzai_shard.layers import constraints
 from penzai_shard.layers.gather_parameters import GatherParameters
-from penzai_shard.layers.manual import manual_axes
-from penzai_shard.layers.pure_call import PureCall, read_settings
 from penzai_shard.layers.shard_mapped import ShardMapped
-from penzai_shard.layers.wrapper import WrapperLayer
-from penzai_shard.meshes import auto_context, mesh_text, same_devices
-from penzai_shard.paths import join_paths, path_text
+from penzai_shard.meshes import mesh_text, same_devices
+from penzai_shard.paths import join_paths
 from penzai_shard.planning.plan import LeafPlan
-from penzai_shard.readers.reader import is_node
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.rules import AxisRules, Rule
 from penzai_shard.surgery.edits import find_matches
@@ -99,175 +93,20 @@ def follow_flows(subject: Subject, batch: Any, min_bytes: int) -> Flows:
         notes = [f"what flows through the model was not looked at: {why}"]
         return Flows(findings, names, used, notes)
 
-    walk, notes = _Walk(), []
-    errors = list(_trace(walk, model, batch))
+    walk, notes = Walk(), []
+    errors = list(trace(walk, model, batch))
     # Whether it can be called, with all that lays it out, the model says as it is.
-    plain_errors = list(_trace(None, model, batch))
+    plain_errors = list(trace(None, model, batch))
     if errors and not plain_errors:
         notes.append(f"what flows was not followed to the end, as {errors[0].what}")
     elif plain_errors and not errors:
-        errors = list(_trace(_Walk(is_bare=False), model, batch))
+        errors = list(trace(Walk(is_bare=False), model, batch))
     errors = plain_errors and (errors or plain_errors)
     follower = _Follower(subject, batch, min_bytes, is_laid_out)
     follower.follow(walk)
     findings += [*follower.findings, *follower.find_whole_batches(used), *errors]
     findings += follower.find_conflicts()
     return Flows(findings, names | walk.names, used | follower.used, notes)
-
-
-# Tracing
-
-
-def _trace(walk: "_Walk | None", model: Any, batch: Any) -> Iterator[Finding]:
-    """Traces the call of a model, whose variables stay as they are; gives what it fails with."""
-    model = walk.record(model) if walk else model
-    argument, side_inputs = batch, dict[str, Any]()
-    if type(batch) is tuple and len(batch) == 2 and type(batch[1]) is dict:
-        argument, side_inputs = batch
-    elif type(batch) is dict and batch:
-        (_, argument), *others = batch.items()
-        side_inputs = dict(others)
-    tree = {"argument": argument, "body": model, "side_inputs": side_inputs}
-    leaves, structure = flatten(tree)
-    call = PureCall(structure, read_settings(tree))
-
-    def run(values: Any) -> None:
-        call(values)
-
-    try:
-        with auto_context(), warnings.catch_warnings(action="ignore"):
-            jax.eval_shape(run, [make_struct(leaf.value) for leaf in leaves])
-    except Exception as error:  # A layer may fail in any way.
-        failed, which = walk.failed if walk else None, "the model"
-        if failed is not None:
-            which = f"this {type(failed.layer).__name__}"
-            given = ", ".join(map(_text, failed.inputs))
-            which += f", which gets {given}," if given else ", which gets no array,"
-        path = failed.place if failed else "model"
-        problems = getattr(error, "problems", ())
-        for own in problems:
-            kind = own.kind or "uncallable"
-            yield Finding(kind, path, f"{which} cannot be called: {own.what}", own.fix)
-        if not problems:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            said = re.sub(r"\b\w+Tracer\b", "array", " ".join(lines[:3])).rstrip(".")
-            what = f"{which} cannot be called: {type(error).__name__}: {said}"
-            is_named = any(leaf.names for leaf in leaves_of(batch))
-            fix = "" if is_named else "Name the batch: pz.nx.wrap(array, 'batch', 'seq')."
-            yield Finding("uncallable", path, what, fix)
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """One call of a layer; ``manual`` are the mesh axes that a region around it has taken over."""
-
-    layer: Any
-    place: str
-    around: "_Call | None"
-    inputs: list[Leaf]
-    manual: frozenset[str]
-    outputs: list[Leaf] = dataclasses.field(default_factory=list)
-
-    @property
-    def chain(self) -> list["_Call"]:
-        """The calls around it and itself, the outermost first."""
-        return [*(self.around.chain if self.around else ()), self]
-
-
-class _Walk:
-    """Notes what goes into the layers of one model and comes out of them.
-
-    Attributes:
-        is_bare: Whether layers that only lay out are passed by.
-        events: The calls, each when it begins and when it ends.
-        failed: The innermost call that failed.
-    """
-
-    def __init__(self, is_bare: bool = True) -> None:
-        self.is_bare = is_bare
-        self.events: list[tuple[_Call, str]] = []
-        self.failed: _Call | None = None
-        self._running: list[_Call] = []
-
-    def record(self, node: Any, place: str = "") -> Any:
-        """A model, or a part of it, with layers that report their calls."""
-        if is_node(node) or jax.tree_util.all_leaves([node]):
-            return node
-        keyed, definition = jax.tree_util.tree_flatten_with_path(
-            node, is_leaf=lambda child: child is not node
-        )
-        parts = [self.record(part, join_paths(place, path_text(keys))) for keys, part in keyed]
-        copy: Any = jax.tree_util.tree_unflatten(definition, parts)
-        return _Recorded(copy, self, place) if is_layer(node) else copy
-
-    @property
-    def names(self) -> set[Hashable]:
-        """The logical axes of all that flows."""
-        leaves = [leaf for call, _ in self.events for leaf in (*call.inputs, *call.outputs)]
-        return {name for leaf in leaves for name in leaf.names or () if name is not None}
-
-    def run(self, layer: Any, place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a layer."""
-        around, manual = self._running[-1] if self._running else None, manual_axes()
-        if around is not None:
-            manual |= around.manual
-            if isinstance(around.layer, ShardMapped):
-                manual |= {*around.layer.mesh.axis_names}
-        call = _Call(layer, place, around, leaves_of(list(args)), manual)
-        self.events.append((call, "inputs"))
-        self._running.append(call)
-        try:
-            output = self._run(layer, args, kwargs)
-            call.outputs = leaves_of(output)
-        except Exception:
-            self.failed = self.failed or call
-            raise
-        finally:
-            self._running.pop()
-            self.events.append((call, "outputs"))
-        return output
-
-    def _run(self, layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a layer computes, without what only lays it out or changes how it runs."""
-        if not self.is_bare or getattr(layer, "per_device", False):
-            return layer(*args, **kwargs)
-        is_pin = isinstance(layer, CONSTRAINTS)
-        if is_pin or isinstance(layer, constraints.ConstrainActivations):
-            # Another value, so that a constraint behind another is seen.
-            args = [jax.tree.map(jax.lax.optimization_barrier, args[0]), *args[1:]]
-        if is_pin:
-            return args[0]
-        return (layer.body if isinstance(layer, WrapperLayer) else layer)(*args, **kwargs)
-
-
-@pz.pytree_dataclass
-class _Recorded(WrapperLayer):
-    """A layer around another that no other can tell from it: layers ask each other's types."""
-
-    body: Any
-    walk: Any = dataclasses.field(metadata={"pytree_node": False})
-    place: str = dataclasses.field(metadata={"pytree_node": False})
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        fields = self.__dict__
-        return fields["walk"].run(fields["body"], fields["place"], args, kwargs)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return self.__dict__["body"].__class__ if "body" in self.__dict__ else type(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and not name.startswith("__") and "body" in self.__dict__:
-            return getattr(self.__dict__["body"], name)
-        return super().__getattr__(name)
-
-
-def _text(leaf: Leaf) -> str:
-    return f"[{_row_of(leaf).axes_text}]"
-
-
-def _row_of(leaf: Leaf) -> LeafPlan:
-    return LeafPlan(leaf.path, leaf.names, leaf.shape, leaf.dtype, None, None, "", 0)
 
 
 # Layers that lay out
@@ -279,6 +118,7 @@ class _Pin(NamedTuple):
     A sharding is one by position, and has no rules.
     """
 
+    kind: str
     mesh: Any
     side: str
     rules: AxisRules
@@ -308,19 +148,20 @@ def _split_by(rules: AxisRules, leaf: Any, mesh: Any) -> _Split:
 
 
 def _pins(layer: Any) -> Iterator[_Pin]:
+    kind = type(layer).__name__
     match layer:
         case constraints.ConstrainShardingByName(mesh=mesh, axis_name_to_mesh_name=rules):
-            yield _Pin(mesh, "inputs", rules)
+            yield _Pin(kind, mesh, "inputs", rules)
         case constraints.ConstrainSharding(sharding=NamedSharding() as sharding):
-            yield _Pin(sharding.mesh, "inputs", AxisRules({}), sharding)
+            yield _Pin(kind, sharding.mesh, "inputs", AxisRules({}), sharding)
         case constraints.ConstrainActivations(mesh=mesh):
-            yield from (_Pin(mesh, "inputs", rules) for rules in layer.inputs)
-            yield from (_Pin(mesh, "outputs", rules) for rules in layer.outputs)
+            yield from (_Pin(kind, mesh, "inputs", rules) for rules in layer.inputs)
+            yield from (_Pin(kind, mesh, "outputs", rules) for rules in layer.outputs)
         case GatherParameters(mesh=mesh, rules=rules):
-            yield _Pin(mesh, "parameters", rules)
+            yield _Pin(kind, mesh, "parameters", rules)
         case ShardMapped(mesh=mesh):
-            yield _Pin(mesh, "parameters", layer.parameter_rules)
-            yield _Pin(mesh, "region", layer.activation_rules)
+            yield _Pin(kind, mesh, "parameters", layer.parameter_rules)
+            yield _Pin(kind, mesh, "region", layer.activation_rules)
 
 
 def _check_layers(subject: Subject, matches: Sequence[Match]) -> Iterator[Finding]:
@@ -329,7 +170,7 @@ def _check_layers(subject: Subject, matches: Sequence[Match]) -> Iterator[Findin
     for match in matches:
         layer, path = match.before, match.path
         for pin in _pins(layer):
-            say = f"this {type(layer).__name__}"
+            say = f"this {pin.kind}"
             if not same_devices(pin.mesh, mesh):
                 what = f"{say} is for the mesh ({mesh_text(pin.mesh)}), and the model is laid over "
                 fix = f"Write mesh=make_mesh({dict(mesh.shape)})."
@@ -351,7 +192,7 @@ def _find_idle(
     known: Collection[Hashable] = (),
 ) -> Iterator[Finding]:
     """Rules of a layer that split what is not there, and is known nowhere else, or all that do."""
-    near = find_near_names(pin.rules, present)
+    near, kind = find_near_names(pin.rules, present), pin.kind
     is_idle = present.isdisjoint(pin.rules.logical_axes)
     names = ", ".join(map(repr, sorted(present - {None}, key=str)))
     for rule in pin.rules.rules if names else ():
@@ -361,7 +202,7 @@ def _find_idle(
             and rule.logical_axis not in present
             and (is_idle or rule.logical_axis not in known)
         ):
-            what = f"its rule {rule} names no logical axis of {where}, which are {names}"
+            what = f"rule {rule} of this {kind} names no logical axis of {where}, which are {names}"
             fix = f"Write {near[rule]!r} in place of {rule.logical_axis!r}." if rule in near else ""
             yield Finding("idle constraint", path, what, fix)
 
@@ -372,7 +213,7 @@ def _find_idle(
 class _Meeting(NamedTuple):
     """A parameter, and what flows into its layer split over the same mesh axis."""
 
-    call: _Call
+    call: Call
     leaf: Leaf
     row: LeafPlan
     source: str
@@ -426,7 +267,7 @@ class _Follower:
         names = tuple(None if name in known else name for name in leaf.names or ())
         return dataclasses.replace(leaf, names=names)
 
-    def follow(self, walk: _Walk) -> None:
+    def follow(self, walk: Walk) -> None:
         """Goes through the calls in their order."""
         self._known = self.subject.logical_axes | walk.names
         for call, side in walk.events:
@@ -436,7 +277,7 @@ class _Follower:
             if side == "inputs":
                 self._meet(call)
 
-    def _pin(self, call: _Call, pin: _Pin, side: str) -> None:
+    def _pin(self, call: Call, pin: _Pin, side: str) -> None:
         leaves = call.inputs if side == "inputs" else call.outputs
         if pin.side not in (side, "region") or (pin.side == "region" and side == "outputs"):
             return
@@ -464,7 +305,7 @@ class _Follower:
                     self._split[name] = length, new[name], "constraint"
                     self._pinned |= {(name, axis) for axis in new[name]}
 
-    def _compare_with_previous(self, call: _Call, leaf: Leaf, new: _Split) -> None:
+    def _compare_with_previous(self, call: Call, leaf: Leaf, new: _Split) -> None:
         """Finds a constraint that follows another directly, and does nothing or undoes that."""
         old = self._after.get(id(leaf.value))
         if not old or not self.is_laid_out:
@@ -479,17 +320,17 @@ class _Follower:
             what = f"it directly follows a constraint by {old}, which it undoes by {new}"
             self._add("contradiction", call, what)
 
-    def _add(self, kind: str, call: _Call, what: str, fix: str = "") -> None:
+    def _add(self, kind: str, call: Call, what: str, fix: str = "") -> None:
         self.findings.append(Finding(kind, call.place, what, fix))
 
     # Conflicts
 
-    def _meet(self, call: _Call) -> None:
+    def _meet(self, call: Call) -> None:
         """Notes parameters that one mesh axis splits otherwise than what flows into their layer."""
         own = jax.tree.map(
-            lambda node: None if type(node) is _Recorded else node,
+            lambda node: None if type(node) is Recorded else node,
             call.layer,
-            is_leaf=lambda node: type(node) is _Recorded,
+            is_leaf=lambda node: type(node) is Recorded,
         )
         gathers = [x.layer for x in call.chain if isinstance(x.layer, GatherParameters)]
         for held in leaves_of(own):
@@ -535,7 +376,7 @@ class _Follower:
         if any(rule.logical_axis == name and rule.mesh_axes for rule in rules):
             return True
         # A preset gathers parameters, but a lookup of a split table sums what is looked up.
-        outputs = [_row_of(leaf) for leaf in meeting.call.outputs if name in (leaf.names or ())]
+        outputs = [row_of(leaf) for leaf in meeting.call.outputs if name in (leaf.names or ())]
         is_lookup = jax.numpy.issubdtype(meeting.leaf.dtype, jax.numpy.integer)
         return is_lookup and any(row.total_bytes >= self.min_bytes for row in outputs)
 
@@ -558,16 +399,15 @@ class _Follower:
             decision = self.rules.explain(own_names, leaf.shape, self.mesh, **options)
             for own in decision.problems if not is_placed else ():
                 if own.kind == "indivisible":
-                    yield Finding(own.kind, path, f"of {_text(leaf)}, {own.what}", own.fix)
+                    yield Finding(own.kind, path, f"of {leaf_text(leaf)}, {own.what}", own.fix)
             length = leaf.shape[names.index(name)] if name in names else 1
             fitting = [axis for axis in free if length % sizes[axis] == 0]
             is_ruled = name in self.rules.logical_axes and not is_placed
             if name is None or is_ruled or not (fitting and is_asked):
                 continue
             if name not in self._split_of_batch(leaf):
-                what = (
-                    f"{name!r} of {_text(leaf)} {'is placed whole' if is_placed else 'has no rule'}"
-                )
+                why = "is placed whole" if is_placed else "has no rule"
+                what = f"{name!r} of {leaf_text(leaf)} {why}"
                 what += f": each device computes all of it, and mesh axis {fitting[0]!r} is free"
                 own_table = subject.of_activations
                 changed = AxisRules({name: fitting[0]}) | subject.given[own_table]
@@ -575,7 +415,7 @@ class _Follower:
                 yield Finding("whole batch", path, what, fix)
 
 
-def _block_of(call: _Call) -> str:
+def _block_of(call: Call) -> str:
     """The type of the layer in a model's outermost sequence that a call is in."""
     pairs = itertools.pairwise(call.chain)
     blocks = (inner for around, inner in pairs if len(getattr(around.layer, "sublayers", ())) > 1)

@@ -91,7 +91,7 @@ def lint(
     >>> weights = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
     >>> named = pzs.name_axes(weights, {"up": ("embed", "mlp")})
     >>> mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
-    >>> (finding,) = lint(named, mesh, {"embed": "data", "mpl": "model"}).findings[:1]
+    >>> (finding,) = lint(named, mesh, {"embd": "data", "mlp": "model"}).findings[:1]
     >>> finding.kind, finding.fix
     ('unused', "Write rules={'embed': 'data', 'mlp': 'model'}.")
     """

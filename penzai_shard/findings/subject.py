@@ -59,22 +59,19 @@ class Finding:
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say the same of several places as one."""
-    alike: dict[tuple[str, str, str], dict[str, None]] = {}
-    wasted: dict[tuple[str, str, str], int] = {}
+    alike: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
-        key = one.kind, one.what, one.fix
-        alike.setdefault(key, {}).update(dict.fromkeys(one.paths or [one.path]))
-        wasted[key] = wasted.get(key, 0) + one.wasted_bytes
+        alike.setdefault((one.kind, one.what, one.fix), []).append(one)
     found = []
-    for (kind, what, fix), places in alike.items():
-        paths = tuple(places)
+    for (kind, what, fix), members in alike.items():
+        paths = [*dict.fromkeys(one.path for one in members)]
         groups = group_paths((path, None) for path in paths)
-        texts = [fold_paths([paths[i] for i in members]) for members in groups]
-        if len(texts) > _MOST_PATHS:
-            texts[_MOST_PATHS:] = [f"and {len(texts) - _MOST_PATHS:,} more"]
-        several = paths if len(paths) > 1 else ()
-        key = kind, what, fix
-        found.append(Finding(kind, ", ".join(texts), what, fix, wasted[key], several))
+        texts = [fold_paths([paths[i] for i in group]) for group in groups]
+        texts[_MOST_PATHS:] = [f"and {len(texts) - _MOST_PATHS:,} more"] * (
+            len(texts) > _MOST_PATHS
+        )
+        wasted, several = sum(one.wasted_bytes for one in members), paths if len(paths) > 1 else ()
+        found.append(Finding(kind, ", ".join(texts), what, fix, wasted, tuple(several)))
     return found
 
 
