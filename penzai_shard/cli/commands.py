@@ -39,6 +39,27 @@ def plan(debug: bool, **options: object) -> None:
 
 
 @penzai_shard.command()
+@click.argument("model")
+@click.option("--mesh", required=True, help="Sizes by name: data=4,model=2. No devices are needed.")
+@click.option("--rules", help="embedding=data,neurons=model, a preset, or file.py:NAME.")
+@click.option("--batch", help="file.py:NAME of what the model is called with, or of what makes it.")
+@click.option("--on-indivisible", type=_RELAXED, default="error", help="For lengths.")
+@click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def lint(context: click.Context, /, debug: bool, **options: object) -> None:
+    """Print what is probably a mistake or a waste in how MODEL is laid out.
+
+    MODEL is as for "plan"; file.py:NAME of --rules may be a layout. The exit status is 1 if
+    something was found.
+    """
+    from penzai_shard.cli.lint import print_lint
+
+    context.exit(int(not print_lint(**options)))  # type: ignore[arg-type]
+
+
+@penzai_shard.command()
 @click.argument("step")
 @click.option(
     "--json",
