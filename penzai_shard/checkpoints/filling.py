@@ -306,9 +306,7 @@ def _group_parts(
     """
     found: dict[tuple[int, Bounds], dict[Bounds, list[jax.Device]]] = {}
     for device, index in struct.sharding.devices_indices_map(struct.shape).items():
-        part = tuple(
-            piece.indices(size)[:2] for piece, size in zip(index, struct.shape, strict=True)
-        )
+        part = find_bounds(index, struct.shape)
         rows = slice(source.rows, source.rows + 1)  # An array without dimensions has none.
         ends = [(a // n, -(-b // n)) for (a, b), n in zip(part[rows], chunk[rows], strict=True)]
         key = device.process_index, tuple(ends)
@@ -321,6 +319,11 @@ def _group_parts(
         is_first = first.setdefault(box, process) == process
         if process == jax.process_index():
             yield _Group(name, source, struct, devices, box, is_first)
+
+
+def find_bounds(index: Index, shape: Shape) -> Bounds:
+    """Where a part of an array begins and ends in each dimension."""
+    return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
 
 
 def _begin_reading(

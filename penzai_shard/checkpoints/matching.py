@@ -299,7 +299,11 @@ class _Matching:
             named.update(dict.fromkeys(fitting))
             if not fitting:
                 what = f"names: no stored path, or none that is left, fits {pattern!r}"
-                self.add("", what, "names", _suggest(pattern, paths))
+                fix = _suggest(pattern, paths)
+                if not fix and any(matches(self.start + pattern, path) for path in self.wanted):
+                    # Stored and wanted paths are exchanged.
+                    fix = f"Write names={ {new: old for old, new in rules.items()} }."
+                self.add("", what, "names", fix)
             elif new is not None and _WILDCARDS.findall(pattern) != _WILDCARDS.findall(new):
                 what = f"names: the wildcards of {pattern!r} and {new!r} differ"
                 self.add("", what, "names", f"Write those of {pattern!r} in their order.")

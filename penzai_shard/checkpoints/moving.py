@@ -20,7 +20,7 @@ from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, itemsize
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import parameters
-from penzai_shard.checkpoints.filling import Bounds, Source
+from penzai_shard.checkpoints.filling import Bounds, Source, find_bounds
 from penzai_shard.checkpoints.matching import match, read_options
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
@@ -211,13 +211,13 @@ def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
 
     parts, sent, held = [], 0, [*array.addressable_shards]
     for number, (device, index) in enumerate(target.devices_indices_map(array.shape).items()):
-        part = _bounds(index, array.shape)
+        part = find_bounds(index, array.shape)
         pieces: dict[Bounds, jax.Array] = {}
         # What a device holds comes first. Of several that hold the rest, each sends to others.
         turn = number % len(held)
         turned = sorted(held[turn:] + held[:turn], key=lambda shard: shard.device != device)
         for shard in turned:
-            box = _bounds(shard.index, array.shape)
+            box = find_bounds(shard.index, array.shape)
             both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part, strict=True))
             if both not in pieces and all(start < stop for start, stop in both):
                 piece = shard.data[_slices(both, box)]
@@ -226,10 +226,6 @@ def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
         starts = [[a - b for (a, _), (b, _) in zip(x, part, strict=True)] for x in pieces]
         parts.append(_join([*pieces.values()], starts, tuple(b - a for a, b in part)))
     return jax.make_array_from_single_device_arrays(array.shape, target, parts), sent
-
-
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
 def _slices(inner: Bounds, outer: Bounds) -> tuple[slice, ...]:

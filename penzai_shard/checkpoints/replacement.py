@@ -32,11 +32,6 @@ def refuse_save(path: object, what: str, fix: str) -> NoReturn:
     raise CheckpointWriteError("cannot save:", [Problem(str(path), what, fix)])
 
 
-def content_of(final: pathlib.Path) -> pathlib.Path:
-    """The directory whose content counts as that of a path."""
-    return final
-
-
 class Replacement:
     """A directory that is written beside a path, to be put in its place.
 

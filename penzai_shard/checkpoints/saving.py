@@ -142,7 +142,7 @@ def _read_numbers(array: Any, dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undo_on_failure(replacement: Replacement, _: Any = None) -> Iterator[None]:
+def undo_on_failure(replacement: Replacement) -> Iterator[None]:
     """Leaves nothing behind if a save fails, neither files nor threads that write them.
 
     Of what Orbax and the system raise it makes one error.

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import penzai_shard as pzs
-from penzai_shard.checkpoints.filling import PIECE_BYTES, ChecksumStore, Source, fill_arrays
+from penzai_shard.checkpoints import filling
+from penzai_shard.checkpoints.filling import ChecksumStore, Source, fill_arrays
 from penzai_shard.checkpoints.value_checksums import compute_checksums
 
 STORED = {
@@ -19,14 +20,20 @@ STORED = {
 
 
 class Memory:
-    """A store of arrays in memory."""
+    """A store of arrays in memory, and how often each chunk was unpacked."""
+
+    def __init__(self, arrays=STORED, chunk=(1, 1)):
+        self._arrays, self._chunk, (array, *_) = arrays, chunk, arrays.values()
+        self.counts = np.zeros([-(-n // c) for n, c in zip(array.shape, chunk, strict=True)], int)
 
     def chunk(self, name):
-        return 1, 1
+        return self._chunk
 
     def read(self, name, index, shape=None):
-        array = STORED[name]
-        return array[index] if shape is None else array.reshape(shape)[index]
+        pairs = zip(index, self._chunk, strict=False)
+        if shape in (None, self._arrays[name].shape):
+            self.counts[tuple(slice(i.start // c, -(-i.stop // c)) for i, c in pairs)] += 1
+        return self._arrays[name].reshape(shape or self._arrays[name].shape)[index]
 
 
 A, B = STORED.values()
@@ -35,7 +42,10 @@ ZEROS = np.zeros((2, 6), "float32")
 SOURCES = {
     "split": (Source(("a",), (3, 4, 6), (2, 0, 1)), A.reshape(3, 4, 6).transpose(2, 0, 1)),
     "joined": (Source(("a",), (72,), (0,)), A.reshape(72)),
-    "pick": (Source(("a",), (2, 3, 2, 6), (1, 3, 0), pick=(2, 1)), None),
+    "pick": (
+        Source(("a",), (2, 3, 2, 6), (1, 3, 0), pick=(2, 1)),
+        A.reshape(2, 3, 2, 6)[:, :, 1].transpose(1, 2, 0),
+    ),
     "plus": (Source(("a",), (12, 6), (1, 0), plus=1.0), (A.T + np.float32(1))),
     "pad": (Source(("a",), (12, 6), (1, 0), pad=2), np.concatenate([A, ZEROS]).T),
     "split and pad": (
@@ -47,7 +57,6 @@ SOURCES = {
         np.stack([x.reshape(3, 4, 6).transpose(2, 0, 1) for x in (A, B)], 1) + np.float32(1),
     ),
 }
-SOURCES["pick"] = SOURCES["pick"][0], A.reshape(2, 3, 2, 6)[:, :, 1].transpose(1, 2, 0)
 
 
 @pytest.mark.parametrize("case", SOURCES)
@@ -64,12 +73,11 @@ def test_source_read_of_any_part(case, data):
 
 
 def test_source_read_casts_before_it_adds():
+    source, whole = Source(("a",), (12, 6), (0, 1), plus=1.0), (slice(0, 12), slice(0, 6))
     bits = np.asarray(A, jnp.bfloat16) + np.asarray(1, jnp.bfloat16)
-    read = Source(("a",), (12, 6), (0, 1), plus=1.0).read(
-        Memory().read, (slice(0, 12), slice(0, 6)), jnp.bfloat16
-    )
-    np.testing.assert_array_equal(read, bits, strict=True)
-    assert (read != np.asarray(A + 1, jnp.bfloat16)).any()
+    found = source.read(Memory().read, whole, jnp.bfloat16)
+    np.testing.assert_array_equal(found, bits, strict=True)
+    assert (found != np.asarray(A + 1, jnp.bfloat16)).any()
 
 
 def test_checksum_store_is_the_same_in_another_shape():
@@ -83,40 +91,18 @@ def test_checksum_store_is_the_same_in_another_shape():
 # Filling
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
-LAYOUTS = [
-    (),
-    ("data",),
-    (None, "data"),
-    (("data", "model"),),
-    ("model", "data"),
-    (None, None, "data"),
-]
-
-
-class CountingMemory:
-    """A store of one array, and how often each of its chunks was unpacked."""
-
-    def __init__(self, array, chunk):
-        self._array, self._chunk = array, chunk
-        self.counts = np.zeros([-(-n // c) for n, c in zip(array.shape, chunk, strict=True)], int)
-
-    def chunk(self, name):
-        return self._chunk
-
-    def read(self, name, index, shape):
-        pairs = zip(index, self._chunk, strict=True)
-        self.counts[tuple(slice(i.start // c, -(-i.stop // c)) for i, c in pairs)] += 1
-        return self._array[index]
+LAYOUTS = [(), ("data",), (None, "data"), (("data", "model"),), ("model", "data")]
+LAYOUTS += [(None, None, "data")]
+PIECE = 2**14
 
 
 # In what is stored whole, as safetensors files are, each number is a chunk.
-@pytest.mark.parametrize(
-    "chunk", [(1, 1, 1), (64, 2, 64), (8, 8, 512), (16, 4, 512), (64, 8, 4096)]
-)
+@pytest.mark.parametrize("chunk", [(1, 1, 1), (64, 2, 8), (8, 8, 8), (16, 4, 16), (64, 8, 32)])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_fill_arrays_unpacks_each_chunk_once_in_a_process(chunk, order):
-    stored = np.arange(PIECE_BYTES, dtype="float32").reshape(64, 8, -1)
-    memory, whole = CountingMemory(stored, chunk), stored.transpose(order)
+def test_fill_arrays_unpacks_each_chunk_once_in_a_process(monkeypatch, chunk, order):
+    monkeypatch.setattr(filling, "PIECE_BYTES", PIECE)
+    stored = np.arange(PIECE, dtype="float32").reshape(64, 8, 32)
+    memory, whole = Memory({"w": stored}, chunk), stored.transpose(order)
     store = ChecksumStore(memory, {}, int)
     for number, layout in enumerate(LAYOUTS, 1):
         sharding = NamedSharding(MESH, jax.P(*layout))
@@ -128,7 +114,7 @@ def test_fill_arrays_unpacks_each_chunk_once_in_a_process(chunk, order):
 
 def test_restore_params_reads_its_files_once(tmp_path):
     layouts = [NamedSharding(MESH, jax.P(*layout)) for layout in LAYOUTS[:3]]
-    numbers = np.random.default_rng(0).normal(size=(2048, 1024)).astype("float32")
+    numbers = np.random.default_rng(0).normal(size=(1024, 1024)).astype("float32")
     for i, layout in enumerate(layouts):
         path = pzs.save_params(tmp_path / str(i), {"w": jax.device_put(numbers, layout)})
         size = sum(file.stat().st_size for file in (tmp_path / str(i)).rglob("*") if file.is_file())

@@ -114,33 +114,44 @@ def test_move_stays_with_the_values_where_nothing_else_is_said():
         assert all(isinstance(x, pz.Parameter) for x in pz.unbind_params(moved)[1])
 
 
-def test_move_refuses_blocks_that_lie_on_other_devices():
-    blocks = {f"block_{i}/w": jax.device_put(jnp.ones(2), jax.devices()[i]) for i in range(3)}
-    with pytest.raises(pzs.MeshError) as caught:
-        move(blocks, {"blocks/w": jnp.ones((3, 2))}, allow="blocks")
-    assert paths_of(caught) == {"block_1/w", "block_2/w"}
-
-
-def test_move_refuses_what_holds_no_values_and_meshes_without_devices():
-    gone = {"w": jnp.ones(2), "v": jnp.ones(2)}
+def make_refused():
+    """Trees, what they are to go into, the error, and the paths of its problems."""
+    ones, struct = jnp.ones(2), jax.ShapeDtypeStruct((2,), "float32")
+    gone = {"w": ones, "v": jnp.ones(2)}
     gone["v"].delete()
-    abstract = pzs.make_mesh({"data": 8}, abstract=True)
-    with pytest.raises(pzs.ShardingError) as caught:
-        move(gone | {"u": jax.ShapeDtypeStruct((2,), "float32")}, dict.fromkeys("uvw", jnp.ones(2)))
-    assert paths_of(caught) == {"u", "v"}
-    with pytest.raises(pzs.ShardingError) as caught:
-        move({"w": jnp.ones(2)}, dict.fromkeys("vw", trees.structs_of(jnp.ones(2))), others="keep")
-    assert kinds_by_path(caught)["v"] == "missing"
-    with pytest.raises(pzs.MeshError):
-        move(MLP, structs_on(MLP, abstract, {}))
+    into = dict.fromkeys("vw", struct)
+    devices = jax.devices()
+    blocks = {f"block_{i}/w": jax.device_put(ones, devices[i]) for i in range(3)}
+    nowhere = structs_on(MLP, pzs.make_mesh({"data": 8}, abstract=True), {})
+    near, rules = {"a": ones, "b": ones}, {"a": "x", "b": "z"}
+    keeping, mismatch = {"others": "keep"}, pzs.CheckpointMismatchError
+    return {
+        "no values": (gone | {"u": struct}, dict.fromkeys("uvw", ones), {}, None, "uv"),
+        "nothing to keep": ({"w": ones}, into, keeping, mismatch, "v"),
+        "no devices": (MLP, nowhere, {}, pzs.MeshError, [""]),
+        "blocks apart": (blocks, {"blocks/w": jnp.ones((3, 2))}, {"allow": "blocks"}, None, None),
+        "numbers": ({"w": ones / 2}, {"w": jnp.int8([1, 1])}, {"allow": "cast"}, mismatch, "w"),
+        "no such path": (near, {"x": ones}, {"names": rules, "allow": "extra"}, mismatch, "z"),
+        "a mesh": (MLP, WIDE, {}, pzs.RuleTypeError, ["into"]),
+    }
 
 
-def test_move_refuses_numbers_that_do_not_fit_and_what_did_not_arrive(monkeypatch):
-    tree = {"w": jnp.full((8,), 2.5)}
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        move(tree, {"w": jnp.ones((8,), jnp.int8)}, allow="cast")
-    assert paths_of(caught) == {"w"}
-    send = moving._send
+@pytest.mark.parametrize("case", make_refused())
+def test_move_refuses(case):
+    tree, into, options, error, paths = make_refused()[case]
+    with pytest.raises(error or pzs.ShardingError) as caught:
+        move(tree, into, **options)
+    assert paths_of(caught) == {*(paths or ["block_1/w", "block_2/w"])}
+
+
+def test_move_takes_no_mesh_behind_the_tree():
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        move(MLP, MLP, WIDE, RULES)
+    assert "place(" in caught.value.problems[0].fix
+
+
+def test_move_refuses_what_did_not_arrive(monkeypatch):
+    tree, send = {"w": jnp.ones(8)}, moving._send
     monkeypatch.setattr(moving, "_send", lambda *args: (send(*args)[0].at[3].add(1), 0))
     with pytest.raises(pzs.ShardingError) as caught:
         move(tree, {"w": jax.device_put(tree["w"], LAYOUTS[1])})
@@ -220,19 +231,17 @@ def test_adapters_alone_by_move_and_by_checkpoint(tmp_path):
         assert params(filled) == params(fresh) | adapters
 
 
-@pytest.mark.parametrize("is_stacked", [True, False])
-def test_move_blocks_into_the_other_structure(is_stacked):
-    models = [llama(seed, stacked=seed == is_stacked) for seed in (1, 0)]
+def test_move_blocks_into_the_other_structure():
     rules = [{"neurons": axis} for axis in ("data", "model")]
     tree, like = (
-        pzs.place(*pair, on_unnamed="replicate")
-        for pair in zip(models, 2 * [WIDE], rules, strict=True)
+        pzs.place(llama(seed, stacked=bool(seed)), WIDE, rules[seed], on_unnamed="replicate")
+        for seed in (1, 0)
     )
     with pytest.raises(pzs.CheckpointMismatchError) as caught:
         move(tree, like)
     assert set(kinds_by_path(caught).values()) == {"blocks"}
     moved = move(tree, like, allow="blocks")
-    trees.assert_lies(moved, WIDE, rules[1], on_unnamed="replicate")
+    trees.assert_lies(moved, WIDE, rules[0], on_unnamed="replicate")
     assert params(moved) != params(like)
     assert params(move(moved, blank(tree), allow="blocks")) == params(tree)
 
@@ -269,10 +278,3 @@ def test_move_train_states_and_the_optimizer_follows(name):
         with pytest.raises(pzs.CheckpointMismatchError) as caught:
             move(*pair)
         assert kinds_by_path(caught) == {"": "kind"}
-
-
-def test_move_refuses_a_rule_to_a_path_that_is_not_there():
-    tree, into = ({name: jnp.full(3, n) for n, name in enumerate(names)} for names in ("ab", "xy"))
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        pzs.move(tree, into, names={"a": "x", "b": "z"}, allow="extra", others="keep")
-    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [("z", "names")]

@@ -106,27 +106,27 @@ def test_restore_params_abstract_model(tmp_path, build):
     assert all(isinstance(variable, pz.Parameter) for variable in variables(restored))
 
 
-def test_restore_params_without_mesh(saved):
+def test_restore_params_says_where_arrays_go_in_many_ways(saved):
     placed = pzs.place(blank(MLP), TALL, RULES)
-    structs = pzs.make_plan(placed, TALL, RULES).restore_structs()
-    for like in (placed, structs):
-        restored = pzs.restore_params(saved, like)
+    plan = pzs.make_plan(placed, TALL, RULES)
+    ways = [
+        (placed, {}),
+        (plan.restore_structs(), {}),
+        (MLP, {"plan": plan}),
+        (MLP, {"mesh": plan}),
+    ]
+    for like, options in ways:
+        restored = pzs.restore_params(saved, like, **options)
         assert params(restored) == params(MLP)
         trees.assert_lies(restored, TALL, RULES)
-    abstract = pzs.make_mesh({"data": 8}, abstract=True)
-    with pytest.raises(pzs.MeshError):
-        pzs.restore_params(saved, pzs.make_plan(placed, abstract, {}).restore_structs())
-
-
-def test_restore_params_plan_and_explicit_mesh(saved):
-    plan = pzs.make_plan(MLP, TALL, RULES, on_indivisible="replicate")
-    for arguments in ({"plan": plan}, {"mesh": plan}):
-        trees.assert_lies(pzs.restore_params(saved, MLP, **arguments), TALL, RULES)
     explicit = pzs.make_mesh({"data": 4, "model": 2}, explicit=True)
     with jax.set_mesh(explicit):
         restored = pzs.restore_params(saved, MLP, explicit, RULES)
         assert params(restored) == params(MLP)
     trees.assert_lies(restored, explicit, RULES)
+    abstract = pzs.make_mesh({"data": 8}, abstract=True)
+    with pytest.raises(pzs.MeshError):
+        pzs.restore_params(saved, pzs.make_plan(placed, abstract, {}).restore_structs())
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,7 @@ def test_restore_params_base_below_adapters(saved):
         ({"names": {"w": 3}}, pzs.RuleTypeError, "names"),
         ({"verify": "no"}, pzs.RuleTypeError, "verify"),
         ({"rename_axes": {"featurs": "x"}}, pzs.CheckpointMismatchError, ""),
+        ({"rename_axes": {"features": 3}}, pzs.RuleTypeError, "rename_axes"),
     ],
 )
 def test_restore_params_refuses_options(saved, options, error, path):

@@ -94,13 +94,9 @@ def test_describe_checkpoint_of_a_run(tmp_path):
 
 
 def test_reports_of_nothing(tmp_path):
-    for report in (
-        describe_checkpoint,
-        verify_checkpoint,
-        lambda path: compare_checkpoints({}, path),
-    ):
+    for act in (describe_checkpoint, verify_checkpoint, lambda path: compare_checkpoints({}, path)):
         with pytest.raises((pzs.CheckpointNotFoundError, pzs.RuleTypeError)):
-            report(tmp_path)
+            act(tmp_path)
 
 
 # In what two differ
@@ -108,30 +104,21 @@ def test_reports_of_nothing(tmp_path):
 
 def test_compare_checkpoints_names_every_difference(tmp_path):
     equal = {"same": pz.nx.ones({"a": 2, "b": 3}), "number": 2, "wide": np.linspace(0, 1, 7)}
-    first = {
-        **equal,
-        "values": jnp.arange(6.0),
-        "axes": pz.nx.ones({"a": 2}),
-        "axes, sizes": pz.nx.ones({"a": 2, "b": 3}),
-        "sizes": jnp.ones(3),
-        "dtype": jnp.ones(3),
-        "sizes, dtype": jnp.ones(3),
-        "keys": jax.random.key(1),
-        "only in first": jnp.ones(1),
+    ones = jnp.ones(3)
+    # What differs, and both sides.
+    differing = {
+        "values": (jnp.arange(6.0), jnp.arange(6.0)[::-1]),
+        "axes": (pz.nx.ones({"a": 2}), pz.nx.ones({"c": 2})),
+        "axes, sizes": (pz.nx.ones({"a": 2, "b": 3}), pz.nx.ones({"b": 3, "a": 2})),
+        "sizes": (ones, jnp.ones(4)),
+        "dtype": (ones, jnp.ones(3, jnp.bfloat16)),
+        "sizes, dtype": (ones, jnp.ones((3, 1), jnp.int8)),
+        "keys": (jax.random.key(1), jax.random.key(2)),
     }
-    second = {
-        **equal,
-        "values": jnp.arange(6.0)[::-1],
-        "axes": pz.nx.ones({"c": 2}),
-        "axes, sizes": pz.nx.ones({"b": 3, "a": 2}),
-        "sizes": jnp.ones(4),
-        "dtype": jnp.ones(3, jnp.bfloat16),
-        "sizes, dtype": jnp.ones((3, 1), jnp.int8),
-        "keys": jax.random.key(2),
-        "only in second": jnp.ones(1),
-    }
+    first, second = (equal | {path: pair[i] for path, pair in differing.items()} for i in (0, 1))
+    first, second = first | {"only in first": ones}, second | {"only in second": ones}
     paths = [pzs.save_params(tmp_path / n, t) for n, t in (("a", first), ("b", second))]
-    expected = {path: path for path in {**first, **second} if path not in {**equal, "keys": 0}}
+    expected = {path: path for path in [*differing, "only in first", "only in second"]}
     for sides in ([paths[0], paths[1]], [paths[0], second], [first, paths[1]], [first, second]):
         report = compare_checkpoints(*sides)
         assert whats(report) == expected | {"keys": "values"}
@@ -141,6 +128,7 @@ def test_compare_checkpoints_names_every_difference(tmp_path):
     report = compare_checkpoints(paths[0], structs_of(first))
     assert report.ok
     assert "no values were compared" in report.verdict
+    assert "names=" in compare_checkpoints(paths[0], {"other": ones}).notes[0]
 
 
 def test_compare_checkpoints_of_parameters_states_and_models(saved, state_path, tmp_path):
@@ -163,27 +151,32 @@ def test_compare_checkpoints_of_parameters_states_and_models(saved, state_path, 
 # Whether it is as it was saved
 
 
-def test_verify_checkpoint_names_what_is_damaged(tmp_path):
-    arrays = {f"w{i}": jax.random.normal(jax.random.key(i), (256, 1024)) for i in range(3)}
+def test_verify_checkpoint_and_compare_checkpoints_find_what_is_damaged(tmp_path):
+    arrays = {f"w{i}": jax.random.normal(jax.random.key(i), (256, 256)) for i in range(3)}
     path = pzs.save_params(tmp_path / "a", arrays | {"empty": jnp.ones((0, 2))})
-    report = verify_checkpoint(path, progress=False)
-    assert report.ok
-    assert {row["state"] for row in rows_of(report).values()} == {"ok"}
+
+    def states_of(path):
+        report = verify_checkpoint(path, progress=False)
+        states = {name: row["state"] for name, row in rows_of(report).items()}
+        assert report.ok == ({*states.values()} == {"ok"})
+        return states
+
+    assert states_of(path) == dict.fromkeys([*arrays, "empty"], "ok")
     # Another save's data in the place of an array's: each can be read, and some are not the same.
     other = pzs.save_params(tmp_path / "b", {path: x + 1 for path, x in arrays.items()})
     (tmp_path / "a" / "state").rename(tmp_path / "old")
     (tmp_path / "b" / "state").rename(tmp_path / "a" / "state")
-    report = verify_checkpoint(path)
-    states = {name: row["state"] for name, row in rows_of(report).items()}
-    assert states == {**dict.fromkeys(arrays, "damaged"), "empty": "ok"}
-    assert (report.ok, report.rows[0][0]) == (False, "w0")
-    assert rows_of(verify_checkpoint(other)).keys() == arrays.keys()
-    assert {row["state"] for row in rows_of(verify_checkpoint(other)).values()} == {"unreadable"}
+    damaged = dict.fromkeys(arrays, "damaged")
+    assert states_of(path) == {**damaged, "empty": "ok"}
+    assert verify_checkpoint(path).rows[0][0] == "w0"
+    assert whats(compare_checkpoints(path, arrays)) == {
+        **dict.fromkeys(arrays, "values"),
+        "empty": "only in first",
+    }
+    assert states_of(other) == dict.fromkeys(arrays, "unreadable")
     # Its metadata.
     (tmp_path / "a" / "_CHECKPOINT_METADATA").write_text("{}")
-    report = verify_checkpoint(path)
-    assert not report.ok
-    assert {row["state"] for row in rows_of(report).values()} == {"unreadable"}
+    assert {*states_of(path).values()} == {"unreadable"}
 
 
 def test_restore_params_logs_what_it_cost(saved, caplog):

@@ -12,9 +12,10 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.checkpoints import filling
+from penzai_shard.checkpoints import filling, parameters
 from penzai_shard.checkpoints.records import read_manifest
 from penzai_shard.checkpoints.saving import begin_save
+from tests.checkpoints.safetensors_files import write_one
 from tests.checkpoints.trees import assert_lies, blank, contents, paths_of
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
@@ -161,40 +162,59 @@ def test_save_params_and_restore_params_refuse_to_be_traced(tmp_path):
             jax.jit(lambda x: act(path, x))(model)  # noqa: B023
 
 
-def test_save_params_refuses_paths(tmp_path):
+def test_save_params_and_restore_params_refuse_paths(tmp_path):
     arrays = {"w": jnp.ones(2)}
-    path = pzs.save_params(tmp_path / "a", arrays)
+    path = pzs.save_params(tmp_path / "runs" / "params", arrays)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    for taken, options in [
-        (path, {}),
-        (tmp_path / "mine", {"overwrite": True}),
-        (tmp_path / "mine" / "file", {"overwrite": True}),
-        (tmp_path / "mine" / "file" / "b", {}),
-    ]:
+    # A folder of the marker's name, as in a clone of this repository.
+    (tmp_path / "clone" / "penzai_shard").mkdir(parents=True)
+    over = {"overwrite": True}
+    for taken, options in [(path, {}), ("mine", over), ("mine/file", over), ("mine/file/b", {})]:
         with pytest.raises(pzs.CheckpointWriteError) as caught:
-            pzs.save_params(taken, arrays, **options)
-        assert paths_of(caught) == {str(taken)}
-    for wrong in ("", None):
-        with pytest.raises(pzs.RuleTypeError):
-            pzs.save_params(wrong, arrays)
-
-
-def test_restore_params_names_the_nearest_checkpoint(tmp_path):
-    path = pzs.save_params(tmp_path / "runs" / "params", {"w": jnp.ones(2)})
-    for wrong in ("runs/parms", "rums/params", "runs"):
+            pzs.save_params(tmp_path / taken, arrays, **options)
+        assert paths_of(caught) == {str(tmp_path / taken)}
+    # The nearest checkpoint is named.
+    for wrong in ("runs/parms", "rums/params", "runs", "clone"):
         with pytest.raises(pzs.CheckpointNotFoundError) as caught:
-            pzs.restore_params(tmp_path / wrong, {"w": jnp.ones(2)})
+            pzs.restore_params(tmp_path / wrong, arrays)
         (problem,) = caught.value.problems
         assert problem.path == str(tmp_path / wrong)
-        assert path in problem.fix
+        assert (path in problem.fix) == (wrong != "clone")
+    for act in (pzs.restore_params, pzs.save_params, pzs.save_train_state):
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            act(arrays, str(tmp_path))
+        assert caught.value.problems[0].fix == f"Write {act.__name__}(path, model)."
+    for wrong in ("", None, arrays):
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            pzs.save_params(wrong, arrays)
+        assert "Array" not in str(caught.value)
 
 
-def test_restore_params_of_what_is_no_checkpoint(tmp_path):
-    # A folder of the marker's name, as in a clone of this repository.
-    (tmp_path / "penzai_shard").mkdir()
-    with pytest.raises(pzs.CheckpointNotFoundError):
+@pytest.mark.parametrize("verify", [True, False])
+def test_restore_params_refuses_a_checkpoint_that_is_replaced_meanwhile(
+    tmp_path, monkeypatch, verify
+):
+    path, read_arrays = tmp_path / "may", parameters.read_arrays
+
+    def save(value):
+        pzs.save_params(path, {"v": jnp.ones(8) * value, "w": NUMBERS[value]}, overwrite=True)
+
+    def replace_and_read(*args, **options):
+        save(2)
+        return read_arrays(*args, **options)
+
+    save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(parameters, "read_arrays", replace_and_read)
+        with pytest.raises(pzs.CheckpointDamagedError) as caught:
+            pzs.restore_params(path, {"v": jnp.ones(8), "w": NUMBERS[0]}, verify=verify)
+    assert paths_of(caught) == ({"v", "w"} if verify else {""})
+
+
+def test_restore_params_of_weights_of_hugging_face(tmp_path):
+    write_one(tmp_path, {"model.embed_tokens.weight": NUMBERS[0]})
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(pzs.CheckpointMismatchError) as caught:
         pzs.restore_params(tmp_path, {"w": jnp.ones(2)})
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        pzs.restore_params({"w": jnp.ones(2)}, str(tmp_path))
-    assert caught.value.problems[0].fix == "Write restore_params(path, model)."
+    assert "load_safetensors" in caught.value.problems[0].fix

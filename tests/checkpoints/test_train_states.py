@@ -60,17 +60,7 @@ def test_restore_train_state_of_this_library(tmp_path):
     assert_lies_as(pzs.restore_train_state(path, other, shardings=shardings), shardings)
 
 
-def test_restore_train_state_optimizer_rules(tmp_path):
-    state = dictionary(named_params())
-    path = pzs.save_train_state(tmp_path / "state", state)
-    restored = pzs.restore_train_state(path, state, WIDE, RULES, optimizer_rules=ZERO)
-    assert contents(restored) == contents(state)
-    assert restored["params"]["up/w"].data_array.sharding.spec == jax.P("data", "model")
-    mu = restored["opt_state"][0].mu["up/w"]
-    assert mu.data_array.sharding.spec == jax.P(None, ("data", "model"))
-
-
-def test_restore_train_state_without_mesh(tmp_path):
+def test_restore_train_state_where_arrays_go(tmp_path):
     state = pzs.place(dictionary(named_params()), WIDE, RULES)
     path = pzs.save_train_state(tmp_path / "state", state)
     expected = contents(state)
@@ -86,6 +76,10 @@ def test_restore_train_state_without_mesh(tmp_path):
     for options in ({"shardings": other["params"]}, *({"shardings": other, **x} for x in more)):
         with pytest.raises(pzs.RuleTypeError):
             pzs.restore_train_state(path, state, **options)
+    restored = pzs.restore_train_state(path, state, WIDE, RULES, optimizer_rules=ZERO)
+    assert restored["params"]["up/w"].data_array.sharding.spec == jax.P("data", "model")
+    mu = restored["opt_state"][0].mu["up/w"]
+    assert mu.data_array.sharding.spec == jax.P(None, ("data", "model"))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "sm3"])
@@ -99,8 +93,7 @@ def test_restore_train_state_renamed_parameters(tmp_path, name):
     assert {path.replace("net/", ""): x for path, x in restored.items()} == contents(state)
 
 
-@pytest.mark.parametrize("is_stacked", [True, False])
-def test_restore_train_state_blocks(tmp_path, is_stacked):
+def test_restore_train_state_blocks(tmp_path):
     def state_of(is_stacked, first):
         w = jnp.arange(24.0).reshape(2, 3, 4) + first
         parameters = {f"net/block_{i}/w": pz.nx.wrap(w[i], "a", "b") for i in range(2)}
@@ -109,9 +102,10 @@ def test_restore_train_state_blocks(tmp_path, is_stacked):
         adam = optax.adam(1e-3).init(parameters)[0]
         return {"params": parameters, "opt_state": adam._replace(mu=parameters)}
 
-    path = pzs.save_train_state(tmp_path / "state", state_of(is_stacked, 1))
-    restored = pzs.restore_train_state(path, state_of(not is_stacked, 0), allow="blocks")
-    assert contents(restored) == contents(state_of(not is_stacked, 1))
+    for is_stacked in (True, False):
+        path = pzs.save_train_state(tmp_path / str(is_stacked), state_of(is_stacked, 1))
+        restored = pzs.restore_train_state(path, state_of(not is_stacked, 0), allow="blocks")
+        assert contents(restored) == contents(state_of(not is_stacked, 1))
 
 
 def test_restore_train_state_of_parameters(tmp_path):
