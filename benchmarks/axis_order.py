@@ -1,7 +1,7 @@
 """Bytes and time of a train step with Penzai's order of axes, and with ``keep_axis_order``.
 
 The two steps take turns in one process; medians are printed. The bytes are those that the compiled
-program accesses. ``tests/layers/test_axis_order.py`` compares a block with one written by hand.
+program accesses. ``tests/layouts/test_presets.py`` compares a step with one written by hand.
 
     python benchmarks/axis_order.py
 """

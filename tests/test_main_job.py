@@ -1,5 +1,6 @@
 """From a selector to a restore on another mesh: what a run costs besides its steps."""
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.models import llama
 
 RULES = {"embedding": "data", "neurons": "model"}
 OPTIMIZER = optax.adam(1e-3)
+build = functools.partial(llama, blocks=1)
 
 
 def start_state(model, mesh):
@@ -58,7 +60,7 @@ def find_buffers(state):
 def continue_run(path, shape):
     """The second half of a run, in a process of its own."""
     mesh = pzs.make_mesh(shape)
-    shapes = start_state(pzs.abstract_model(llama), mesh)
+    shapes = start_state(pzs.abstract_model(build), mesh)
     state = pzs.restore_train_state(path, shapes, mesh, RULES)
     state, traced, buffers = take_steps(state, mesh, 5)
     assert (int(state.step), traced) == (10, 1)
@@ -68,7 +70,7 @@ def continue_run(path, shape):
 
 def test_main_job_compiles_its_step_once_in_each_process(tmp_path):
     mesh = pzs.make_mesh({"data": 4, "model": 2})
-    state = start_state(pzs.sharded_init(llama, mesh=mesh, rules=RULES), mesh)
+    state = start_state(pzs.sharded_init(build, mesh=mesh, rules=RULES), mesh)
     state, traced, _ = take_steps(state, mesh, 5)
     assert traced == 1
     path = pzs.save_train_state(tmp_path / "state", state)

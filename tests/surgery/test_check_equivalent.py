@@ -17,7 +17,6 @@ from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard as pzs
-from penzai_shard import KeepAxisOrder
 from tests.models import LinenBlock, equinox, mlp_v1
 
 # Two devices are enough to split over, and programs for more take longer to compile.
@@ -157,9 +156,7 @@ gradient_off.defjvp(lambda primals, tangents: (primals[0], tangents[0] * 1.001))
 UP, TANH, DOWN, SMALL = "sublayers/0", "sublayers/1", "sublayers/2", "sublayers/4/small"
 
 BROKEN = {
-    "output rescaled by 1e-4": then(DOWN, lambda x: x * 1.0001),
     "small output's gradient dropped": then(SMALL, jax.lax.stop_gradient),
-    "hidden layer rescaled": then(UP, lambda x: x * 0.9999),
     "rescaled without a constant": then(UP, lambda x: x + x * jnp.tanh(jnp.float32(1e-4))),
     "rescaled under a lower precision": then(DOWN, lambda x: x * 1.02) + pzs.mixed_precision(),
     "shifted": then(TANH, lambda x: x + 1e-4),
@@ -184,7 +181,6 @@ BROKEN = {
     ),
     "sorted": along(DOWN, "embedding", jnp.sort),
     "noise of a fixed key": then(DOWN, lambda x: x + 1e-4 * jax.random.normal(jax.random.key(0))),
-    "gradient of one layer dropped": after(UP, jax.lax.stop_gradient),
     "state not updated": replace("sublayers/3", pz.nn.Identity()),
 }
 
@@ -198,14 +194,11 @@ HARMLESS = {
     + pzs.jit_root(),
     "identities": pzs.Recipe(pzs.insert_after(pz.nn.Linear, pz.nn.Identity()))
     + pzs.Recipe(pzs.insert_before(pz.nn.Linear, pz.nn.Identity())),
-    "in a lower precision": pzs.mixed_precision(),
     "one layer in a lower precision": wrap(UP, pzs.InPrecision, compute_dtype="bfloat16"),
-    "manual regions": pzs.manual_fsdp(pz.nn.Linear, MESH, {"batch": "data"}),
     "functions that undo themselves": along(UP, "neurons", run_identities),
-    "kept axis order": wrap(pz.nn.Linear, KeepAxisOrder),
     "another formula": replace(TANH, pz.nn.Elementwise(lambda x: 2 * jax.nn.sigmoid(2 * x) - 1)),
 }
-WITH_GRADIENTS = {"wrapped", "in a lower precision", "another formula"}
+WITH_GRADIENTS = {"wrapped", "one layer in a lower precision", "another formula"}
 
 
 def oracle(model, x, gradients):
