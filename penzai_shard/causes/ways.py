@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 from penzai_shard.propagation.flat import Operation, Propagated, Rule, Value
 
 CauseKind = Literal["argument", "result", "constraint", "shard_map", "unknown"]
-Reason = Literal[
-    "pinned", "used", "conflict", "whole", "cut", "absent", "uneven", "unruled", "undecided"
-]
+# A value, a dimension, and a mesh axis.
+_Place = tuple[int, int, str]
+_ENDED = -1  # In the place of a dimension.
 _CONSTRAINT = "sharding_constraint"  # As JAX names the operation of a user's constraint.
 
 
@@ -56,7 +56,8 @@ class Loss(NamedTuple):
             joins the dimension, and the mesh axis does not fit into the parts. ``"absent"``: the
             result has no such dimension. ``"uneven"``: results of programs are split evenly, by
             whole mesh axes. ``"unruled"``: Shardy knows nothing of the operation.
-            ``"undecided"``: another reason.
+            ``"undecided"``: another reason. ``"reduced"``: the dimension is summed up, or reduced
+            in another way, which is no loss.
         operation: The operation.
         mesh_axis: The mesh axis, or a part of it.
         operand: The value that has it.
@@ -66,7 +67,7 @@ class Loss(NamedTuple):
         rival: What has the place: a value, and its mesh axis.
     """
 
-    reason: Reason | Literal["reduced"]
+    reason: str
     operation: Operation
     mesh_axis: str
     operand: int
@@ -127,7 +128,8 @@ class Ways:
             for value in dict.fromkeys(operation.operands):
                 self.users.setdefault(value, []).append(operation)
             for step, mesh_axis, source, targets in operation.edges:
-                for target in targets:
+                # Within a shard_map a value has not the mesh axes of the border, which come of it.
+                for target in targets if self.find_dimension(source, mesh_axis) is not None else ():
                     arrival = step, mesh_axis, source, operation
                     self._arrivals.setdefault(target, []).append(arrival)
         self.cause = functools.cache(self._find_cause)
@@ -146,7 +148,7 @@ class Ways:
                 *_, value, operation = found
                 way = (operation, *way)
             ends.append((value, way))
-            maker = self._maker_with_type(value)
+            maker = self._find_repeating(value)
             if maker is None:
                 break
             if value not in seen:
@@ -155,17 +157,21 @@ class Ways:
                 waiting += [(operand, (maker, *way)) for operand in reversed(before)]
         # Where a type is all there is, as of a constant, the nearest one.
         value, way = ends[0] if maker is not None else ends[-1]
-        kind, operation_there = self._own_layout(value)
+        kind, end = self._own_layout(value)
+        return Cause(kind, value, self.find_dimension(value, mesh_axis) or 0, end, way)
+
+    def find_dimension(self, value: int, mesh_axis: str) -> int | None:
+        """The dimension of a value that has a mesh axis, or a part of it."""
         places = enumerate(self.values[value].spec or ())
-        dims = (i for i, axes in places if any(overlap(axis, mesh_axis) for axis in axes))
-        return Cause(kind, value, next(dims, 0), operation_there, way)
+        found = (i for i, axes in places if any(overlap(axis, mesh_axis) for axis in axes))
+        return next(found, None)
 
     def _arrival(self, value: int, mesh_axis: str) -> tuple[int, str, int, Operation] | None:
         found = (one for one in self._arrivals.get(value, ()) if overlap(one[1], mesh_axis))
         return min(found, key=lambda one: one[0], default=None)
 
-    def _maker_with_type(self, value: int) -> Operation | None:
-        """The operation that has a value's layout from the types of its operands.
+    def _find_repeating(self, value: int) -> Operation | None:
+        """The operation behind a value's constraint, if that only says what its operands say.
 
         On Explicit meshes JAX pins each value to the layout that its type has, by a constraint with
         the name of what makes the value.
@@ -173,7 +179,10 @@ class Ways:
         pinning = self.pinning(value)
         if pinning is None or pinning.kind != "sdy.sharding_constraint":
             return None
-        maker = self.makers.get(pinning.operands[0])
+        (before,) = pinning.operands
+        if before in self.program.laid_out and self.values[before].spec == self.values[value].spec:
+            return pinning  # It repeats what an argument has.
+        maker = self.makers.get(before)
         is_of_type = maker is not None and not maker.pin and maker.name == pinning.name
         return maker if is_of_type else None
 
@@ -181,7 +190,7 @@ class Ways:
         """The operands that have a mesh axis where some result may have it."""
         if operation.rule is None:
             return []
-        kept = {factor for dims in operation.rule.results for dim in dims for factor in dim}
+        kept = _factors_of(operation.rule.results)
         return [
             operand
             for operand, axes in zip(
@@ -378,71 +387,63 @@ class Ways:
 
     def lost(self, value: int) -> list[Loss]:
         """What the dimensions of a value would have had, and what ended with the last that did."""
-        rank = len(self.values[value].shape)
-        places = ((value, i, name) for i in range(rank) for name in self.program.mesh)
+        dims = [*range(len(self.values[value].shape)), _ENDED]
+        places = ((value, i, name) for i in dims for name in self.program.mesh)
         numbers = {n for place in places for n in self._lost_before.get(place, ())}
-        return [self.losses[n] for n in sorted(numbers.union(self._ended(value)))]
+        return [self.losses[n] for n in sorted(numbers)]
 
     @functools.cached_property
-    def _lost_before(self) -> Mapping[tuple[int, int, str], set[int]]:
-        """For each dimension of a value and each mesh axis that it lacks the losses behind it."""
-        at: dict[tuple[int, int, int, str], set[int]] = {}
+    def _lost_before(self) -> Mapping[_Place, set[int]]:
+        """For each dimension of a value and each mesh axis that it lacks the losses behind it.
+
+        In the place of a dimension stands also what ended with the last ones that did.
+        """
+        at: dict[tuple[int, _Place], set[int]] = {}
         for n, loss in enumerate(self.losses):
-            key = loss.operation.number, loss.operand, loss.dimension, base(loss.mesh_axis)
-            at.setdefault(key, set()).add(n)
+            dims = [loss.dimension] if loss.result is not None else [loss.dimension, _ENDED]
+            for i in dims:
+                place = loss.operand, i, base(loss.mesh_axis)
+                at.setdefault((loss.operation.number, place), set()).add(n)
         lacking = []
         for operation in self.program.operations:
             for n, value in enumerate(operation.results):
-                for i in range(len(self.values[value].shape)):
+                spec = self.values[value].spec or ()
+                for i in [*range(len(self.values[value].shape)), _ENDED]:
+                    has = {*map(base, spec[i])} if spec and i != _ENDED else set()
                     sources = [*self._sources(operation, n, i)]
-                    has = {*map(base, (self.values[value].spec or ((),) * (i + 1))[i])}
                     for name in self.program.mesh.keys() - has:
                         places = [(*source, name) for source in sources]
-                        here = [at.get((operation.number, *place), ()) for place in places]
+                        here = [at.get((operation.number, place), ()) for place in places]
+                        if i == _ENDED and _has_ends(operation.rule):
+                            places = []
                         lacking.append(((value, i, name), set[int]().union(*here), places))
-        found: dict[tuple[int, int, str], set[int]] = {}
+        found: dict[_Place, set[int]] = {}
         size = -1
         # Once through the program, and once more for each time that a loop hands a loss on.
         while size != (size := sum(map(len, found.values()))):
-            for lacked, lost_here, places in lacking:
-                if lost := lost_here.union(*(found.get(place, ()) for place in places)):
-                    found[lacked] = lost
+            for place, here_lost, places in lacking:
+                if lost := here_lost.union(*(found.get(one, ()) for one in places)):
+                    found[place] = lost
         return found
 
     def _sources(self, operation: Operation, n: int, dimension: int) -> Iterator[tuple[int, int]]:
         """The dimensions of operands that belong together with one of a result."""
         rule = operation.rule
         for number, value in enumerate(operation.operands):
-            if rule is None:
+            if dimension == _ENDED:
+                yield value, _ENDED
+            elif rule is None:
                 yield from ((value, i) for i in range(len(self.values[value].shape)))
             elif number < len(rule.operands):
                 factors = {*rule.results[n][dimension]}
                 dims = enumerate(rule.operands[number])
                 yield from ((value, i) for i, own in dims if factors.intersection(own))
 
-    def _ended(self, value: int) -> Iterator[int]:
-        """The losses with which dimensions ended at the last operation that ended any."""
-        ends: dict[int, list[int]] = {}
-        for n, loss in enumerate(self.losses):
-            if loss.result is None:
-                ends.setdefault(loss.operation.number, []).append(n)
-        waiting, seen = [value], {value}
-        while waiting:
-            operation = self.makers.get(waiting.pop())
-            if operation is None:
-                continue
-            yield from ends.get(operation.number, ())
-            if operation.number not in ends and not _has_ends(operation.rule):
-                waiting += [operand for operand in operation.operands if operand not in seen]
-                seen.update(operation.operands)
+
+def _factors_of(values: Sequence[Sequence[Sequence[int]]]) -> set[int]:
+    return {factor for dims in values for dim in dims for factor in dim}
 
 
 def _has_ends(rule: Rule | None) -> bool:
     """Whether dimensions of operands end at an operation."""
-    if rule is None:
-        return False
-    before, after = (
-        {factor for dims in side for dim in dims for factor in dim}
-        for side in (rule.operands, rule.results)
-    )
-    return not before <= after
+    return rule is not None and not _factors_of(rule.operands) <= _factors_of(rule.results)

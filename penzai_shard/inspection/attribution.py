@@ -65,6 +65,7 @@ class Part:
             ``"activation f32[8,16] of LAYER"``; empty if that is not certain.
         payload_bytes: The larger of what goes in and what comes out on one device.
         keeps_slice: Whether each device goes on with its own slice of a sum only.
+        names: JAX's names of the operations that ask for it.
     """
 
     layers: tuple[str, ...]
@@ -72,6 +73,7 @@ class Part:
     moves: str
     payload_bytes: int
     keeps_slice: bool = False
+    names: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +265,7 @@ class _Attribution:
             if phase == "forward" or (is_sum and phase == "backward"):
                 moves = f"activation {larger} of {layers[0]}"
                 moves = moves if phase == "forward" or is_again else f"gradient of {moves}"
-        return Part(tuple(sorted(layers)), phase, moves, larger.bytes)
+        return Part(tuple(sorted(layers)), phase, moves, larger.bytes, names=own or near)
 
     # Names
 

@@ -204,7 +204,11 @@ def _compile(
             problem = Problem("", "the step is compiled already", f"Write {called}(compiled).")
             raise RuleTypeError(f"{called}:", [problem])
         return step
-    lowered = lower_step(step, args, kwargs, called)
+    return compile_lowered(lower_step(step, args, kwargs, called), called)
+
+
+def compile_lowered(lowered: LoweredStep, called: str) -> CompiledStep:
+    """Compiles a step that is lowered already, for ``called``."""
     bytecode, mesh = compiler.write_bytecode(lowered.lowered), lowered.mesh
     if isinstance(mesh, AbstractMesh) and mesh.size > len(jax.devices("cpu")):
         options = compiler.compile_options(mesh.size, "cpu", lowered.options)

@@ -40,11 +40,13 @@ class MarkedLayer(NamedTuple):
     Attributes:
         label: Its label.
         layer: The layer without its arrays.
-        outputs: What it gave while the step was traced, those alike once.
+        inputs: What it got while the step was traced, side inputs left out, those alike once.
+        outputs: What it gave.
     """
 
     label: str
     layer: Any
+    inputs: dict[StepArray, None]
     outputs: dict[StepArray, None]
 
 
@@ -124,7 +126,7 @@ class Layers:
             name = _WORD_START.sub("_", type(layer).__name__).lower()
             label = join_paths(around, name)
         self._numbers[place] = len(self.marked)
-        self.marked.append(MarkedLayer(label, jax.tree.map(lambda _: None, layer), {}))
+        self.marked.append(MarkedLayer(label, jax.tree.map(lambda _: None, layer), {}, {}))
         if label not in self.order:
             self.order.append(label)
         return label
@@ -268,8 +270,9 @@ class _Mark(WrapperLayer):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(f"pzs_layer_{self.mark_number}"):
             output = self.body(*args, **kwargs)
-        arrays = (describe_leaf(leaf, "outputs") for leaf in leaves_of(output))
-        self.mark_layers.marked[self.mark_number].outputs.update(dict.fromkeys(arrays))
+        layer = self.mark_layers.marked[self.mark_number]
+        for arrays, tree in ((layer.inputs, args), (layer.outputs, output)):
+            arrays |= dict.fromkeys(describe_leaf(leaf, "outputs") for leaf in leaves_of(tree))
         return output
 
     @property  # type: ignore[misc]

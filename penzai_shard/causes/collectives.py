@@ -1,0 +1,154 @@
+"""Says why each collective of a compiled step is there, and what each rule costs and saves.
+
+A compiler moves data where an operation has an operand in a layout in which it cannot go on: where
+a mesh axis is lost, or where what is summed is split. Both are known of each operation, by the name
+that JAX gave it, and a collective bears the name of the operation that asked for it. So operation
+and mesh axis join the two; what they do not join is left open.
+"""
+
+import collections
+import dataclasses
+import re
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from penzai_shard import specs
+from penzai_shard.causes.ways import Loss, base
+from penzai_shard.causes.words import StepWords, WhyLoss, fold_blocks, rule_text
+from penzai_shard.inspection.attribution import Collective, Part
+from penzai_shard.inspection.collectives import UNATTRIBUTED, wire_bytes
+from penzai_shard.inspection.compiling import CompiledStep
+from penzai_shard.reports.quantities import bytes_text
+from penzai_shard.reports.report import Column, HasReport, Report
+
+
+class Explained(NamedTuple):
+    """A collective, or one of the arrays that it moves, and why it is there.
+
+    Attributes:
+        collective: The collective.
+        part: The array.
+        because: For each mesh axis what gets lost or is summed; empty if that is not known.
+    """
+
+    collective: Collective
+    part: Part
+    because: tuple[WhyLoss, ...]
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules that ask for it; where an axis has no name, what lays it out."""
+        causes = (loss.cause for loss in self.because)
+        return tuple(dict.fromkeys(one.rule or one.source for one in causes))
+
+    @property
+    def bytes(self) -> float:
+        """What one device sends in one step; 0 where it is not known how often it runs."""
+        one = self.collective
+        sent = wire_bytes(one.kind, self.part.payload_bytes, one.group_size)
+        return (one.times or 0) * sent
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BecauseReport(HasReport):
+    """Why the collectives of a step are there.
+
+    Attributes:
+        rows: Each array that a collective moves, in the order of the program.
+        compiled: The compiled step.
+    """
+
+    rows: tuple[Explained, ...]
+    compiled: CompiledStep
+
+    def report(self) -> Report:
+        """A row for each layer, kind, mesh axis, phase and reason, the largest first."""
+        columns = (
+            Column("layer", "path"),
+            Column("collective"),
+            Column("mesh axes"),
+            Column("phase"),
+            Column("times", "count"),
+            Column("sent", "bytes"),
+            Column("because", "detail"),
+        )
+        times = collections.Counter[tuple[str, ...]]()
+        sent = collections.defaultdict[tuple[str, ...], float](float)
+        for row in self.rows:
+            one, path = row.collective, " + ".join(row.part.layers) or UNATTRIBUTED
+            because = re.sub(
+                rf" in {re.escape(path)}(?=[.:]|$)", "", ". ".join(map(str, row.because))
+            )
+            because = fold_blocks(path, because)
+            key = path, one.kind, one.axes_text, row.part.phase or "", because
+            times[key] += one.times or 0
+            sent[key] += row.bytes
+        keys = sorted(sent, key=sent.__getitem__, reverse=True)
+        rows = [(*key[:4], times[key], sent[key], key[4]) for key in keys]
+        known = sum(bool(row.because) for row in self.rows)
+        verdict = f"{known} of {len(self.rows)} arrays in collectives have a reason"
+        return Report("Because", verdict, columns, rows, notes=self.compiled.step.notes)
+
+    def by_rule(self) -> Report:
+        """What each rule costs and saves: bytes that each device sends in a step, and of memory.
+
+        A collective for which several rules ask is divided among them.
+        """
+        sent, saved = collections.defaultdict[str, float](float), collections.Counter[str]()
+        for row in self.rows:
+            for rule in row.rules or ("unknown",):
+                sent[rule] += row.bytes / max(len(row.rules), 1)
+        for array in self.compiled.step.arguments:
+            axes = specs.mesh_axes(array.spec or PartitionSpec(), len(array.shape))
+            for name, over in zip(array.names or (), axes, strict=False):
+                for axis in over if name is not None else ():
+                    size = self.compiled.collectives.mesh_sizes[axis]
+                    saved[rule_text(name, axis)] += (size - 1) * array.bytes_per_device
+        columns = (
+            Column("rule"),
+            Column("sends in a step", "bytes"),
+            Column("saves of memory", "bytes"),
+        )
+        rules = sorted({*sent, *saved}, key=lambda rule: (-sent[rule], -saved[rule]))
+        rows = [(rule, sent[rule], saved[rule]) for rule in rules]
+        verdict = f"each device sends {bytes_text(sum(sent.values()))} in a step"
+        notes = ["memory is that of the step's arguments, which would be whole without the rule"]
+        return Report("Rules", verdict, columns, rows, notes)
+
+
+def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseReport:
+    """Why each collective of a step is there.
+
+    Args:
+        words: The words of the step.
+        compiled: The step, compiled.
+    """
+    # By name or path, and mesh axis.
+    losses: dict[tuple[str, str], list[Loss]] = collections.defaultdict(list)
+    for loss in words.ways.losses:
+        for name in {one.name for one in (loss.operation, loss.pinned_by) if one is not None}:
+            losses[name, base(loss.mesh_axis)].append(loss)
+    arrays = [(array.path, value) for value, array in words.results.items()]
+    for path, value in (*words.gradients.items(), *arrays):
+        for loss in words.ways.lost(value):
+            losses[path, base(loss.mesh_axis)].append(loss)
+    rows = []
+    for one in compiled.collectives.collectives:
+        is_sum = one.kind in ("all-reduce", "reduce-scatter")
+        for part in one.parts:
+            because, path = [], part.moves.rpartition(" of ")[2]
+            # Some collectives that an optimizer needs have no name.
+            keys = [*filter(None, part.names)] or [path]
+            for axis in one.mesh_axes or ():
+                found = [loss for key in keys for loss in losses.get((key, axis), ())]
+                # One operation may gather what it takes, and leave a sum behind.
+                ends = ("reduced", "used", "conflict") if is_sum else ()
+                fitting = [x for x in found if (x.result is None and x.reason in ends) == is_sum]
+                told = [words.loss(loss, is_sum) for loss in fitting]
+                told.sort(key=lambda loss: f"params/{loss.gathered}" != path)
+                because += told[:1]
+            if not because and any("/shard_map/" in name for name in part.names):
+                because.append(words.shard_map(one.axes_text, part.names[0]))
+            rows.append(Explained(one, part, tuple(because)))
+    return BecauseReport(tuple(rows), compiled)

@@ -1,0 +1,319 @@
+"""Tells which layout each array of a step gets, where it comes from, and where one got lost.
+
+The step is lowered, and Shardy propagates its layouts; nothing is compiled, run or moved. What a
+layer gives is the last value of the forward pass that its operations make, that
+others use, and that has the shape of what the layer gave while it was traced.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+from jax.sharding import PartitionSpec
+
+from penzai_shard import specs
+from penzai_shard.causes.collectives import BecauseReport, explain_collectives
+from penzai_shard.causes.ways import Loss, Ways
+from penzai_shard.causes.words import StepWords, WhyCause, WhyLoss, fold_blocks
+from penzai_shard.errors import Problem, RuleTypeError, SelectionError
+from penzai_shard.inspection.compiling import compile_lowered
+from penzai_shard.inspection.lowering import lower_step
+from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.meshes import mesh_text
+from penzai_shard.paths import join_paths, matches, nearest
+from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.propagation.flat import FLOW, propagate_lowered
+from penzai_shard.reports.report import Column, HasReport, Report
+
+RowKind = Literal["output", "gradient", "parameter", "result"]
+# What loops keep for the backward pass is written into large arrays.
+_STORE = "stablehlo.dynamic_update_slice"
+_PASSES = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim", FLOW})
+
+
+@dataclasses.dataclass(frozen=True)
+class WhyRow:
+    """The layout of one array, and why it has it.
+
+    Attributes:
+        kind: Whether it is what a layer gives, a gradient, a parameter or a result.
+        path: The label of the outermost layer that gives it, or its path.
+        names: Its logical axes, as in a plan.
+        shape: Its shape.
+        spec: Its canonical spec, of mesh axes and parts of them.
+        causes: Where each mesh axis of it comes from.
+        losses: What got lost on the way to it.
+        summed: The mesh axes over which devices sum up what they have of it.
+        layers: The labels of all layers that give it.
+        is_plain: Whether tables leave it out: a parameter that lies as it was placed, a gradient
+            that lies as its parameter, the output of a layer in a layer with parameters.
+    """
+
+    kind: RowKind
+    path: str
+    names: tuple[Any, ...] | None
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    causes: tuple[WhyCause, ...]
+    losses: tuple[WhyLoss, ...]
+    summed: tuple[str, ...]
+    layers: tuple[str, ...]
+    is_plain: bool
+
+    @property
+    def where(self) -> str:
+        """Where its mesh axes come from, in short."""
+        if not self.causes:
+            return "whole" + f", summed over {', '.join(self.summed)}" * bool(self.summed)
+        sources: dict[str, list[str]] = {}
+        for cause in self.causes:
+            name = "" if cause.logical_axis is None else f" ({cause.logical_axis})"
+            # What is of the layer itself goes by its name there.
+            source = re.sub(rf"\b{re.escape(self.path)}[./]", "", cause.source)
+            sources.setdefault(source + name, []).append(cause.mesh_axis)
+        return "; ".join(f"{' and '.join(axes)} from {source}" for source, axes in sources.items())
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class WhyReport(HasReport):
+    """Which layouts the arrays of a step get, and why.
+
+    Attributes:
+        rows: Outputs of layers in the order of the program, gradients, parameters, results.
+        words: What says causes and losses of the step.
+        at: What the rows are narrowed to; empty for all.
+    """
+
+    rows: tuple[WhyRow, ...]
+    words: StepWords
+    at: str = ""
+
+    @property
+    def lost(self) -> tuple[WhyRow, ...]:
+        """The rows on whose way a mesh axis got lost; gathered parameters do not count."""
+        return tuple(row for row in self.rows if not all(loss.gathered for loss in row.losses))
+
+    def of_kind(self, kind: RowKind) -> tuple[WhyRow, ...]:
+        """The rows of one kind."""
+        return tuple(row for row in self.rows if row.kind == kind)
+
+    def collectives(self) -> BecauseReport:
+        """Why each collective of the step is there; this compiles the step."""
+        return explain_collectives(self.words, compile_lowered(self.words.step, "why"))
+
+    def report(self) -> Report:
+        """A row for each array that is not plain; with ``at`` for each, and with the ways.
+
+        In rows of equal blocks ``*`` stands for the number of the block.
+        """
+        columns = (
+            Column("array", "path"),
+            Column("is"),
+            Column("axes"),
+            Column("where it comes from", "detail"),
+            Column("lost", "detail"),
+            Column("ok", "ok", shown=False),
+        )
+        shown = [row for row in self.rows if self.at or not row.is_plain]
+        facts = {"at": self.at, "arrays": [*map(dataclasses.asdict, self.rows)]}
+        notes = [*self.words.step.notes]
+        if hidden := len(self.rows) - len(shown):
+            what = "parameters as they were placed, gradients as their parameters, outputs within"
+            notes.append(f"what one expects has no row without at= ({hidden}): {what} layers")
+        rows = [self._write(row) for row in shown]
+        return Report(
+            "Why", self._verdict(), columns, rows, notes, facts=facts, key=("array", "is")
+        )
+
+    def _write(self, row: WhyRow) -> tuple[Any, ...]:
+        path = row.path.removeprefix("params/")
+        where = row.where
+        if self.at and row.causes:
+            ways = (f" through {', then '.join(one.way)}" * bool(one.way) for one in row.causes)
+            where = "; ".join(map("{}{}".format, row.causes, ways))
+        texts = (fold_blocks(path, x) for x in (where, ". ".join(map(str, row.losses))))
+        leaf = LeafPlan(path, row.names, row.shape, None, row.spec, None, "", 0)
+        is_bad = any(not loss.gathered for loss in row.losses)
+        return path, row.kind, leaf.axes_text, *texts, False if is_bad else None
+
+    def _verdict(self) -> str:
+        mesh = self.words.step.mesh
+        if mesh is None:
+            return "no argument lies over a mesh: nothing is split"
+        counts = []
+        for kind in get_args(RowKind):
+            if rows := self.of_kind(kind):
+                split = sum(bool(row.causes) for row in rows)
+                counts.append(f"{split} of {len(rows)} {kind}{'s' * (len(rows) > 1)}")
+        verdict = f"on mesh ({mesh_text(mesh)}) are split: {', '.join(counts)}"
+        losses = {loss for row in self.lost for loss in row.losses if not loss.gathered}
+        places = {(loss.place, loss.cause.mesh_axis) for loss in losses}
+        return verdict + f"; places where mesh axes got lost: {len(places)}" * bool(places)
+
+
+def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyReport:
+    """Which layout each array of a step gets, where that comes from, and where one got lost.
+
+    Args:
+        step: As for ``compile_step``. Nothing is compiled, and any mesh does, also an abstract one.
+        *args: As for ``compile_step``.
+        at: What to narrow the report to: the label of a layer, the path of a parameter or a result,
+            a part of one, or a pattern, as ``"block_3/mlp"`` or ``"block_*/up"``. The report then
+            says through which operations a mesh axis came.
+        **kwargs: As for ``compile_step``.
+
+    Returns:
+        A report with a row for each output of a layer, gradient, parameter and result.
+
+    Raises:
+        PropagationError: This jaxlib cannot propagate layouts without devices, or not these.
+        SelectionError: The step has nothing that fits ``at``.
+        RuleTypeError: It is no step.
+        ShardingError: Arrays are deleted, traced, no arrays, or do not divide over the mesh.
+        MeshError: They lie over different devices.
+
+    >>> import jax
+    >>> from penzai import pz
+    >>> import penzai_shard as pzs
+    >>> mesh = pzs.make_mesh({"data": 4, "model": 2})
+    >>> up = pz.nn.Linear.from_config("up", jax.random.key(0), {"a": 8}, {"b": 8})
+    >>> x = pzs.place(pz.nx.ones({"batch": 4, "a": 8}), mesh, {"batch": "data"})
+    >>> report = why(pzs.place(up, mesh, {"b": "model"}), x)
+    >>> [str(cause) for cause in report.of_kind("output")[0].causes]
+    ["'data' comes from input argument ('batch' -> 'data')", ...]
+    """
+    if not isinstance(at, str | None):
+        problem = Problem("", f"at is {at!r}", "Write at='**/mlp'.")
+        raise RuleTypeError("why:", [problem])
+    lowered = lower_step(step, args, kwargs, "why")
+    words = StepWords(Ways(propagate_lowered(lowered.lowered)), lowered)
+    rows = tuple(_find_rows(words))
+    return WhyReport(rows if at is None else _select(rows, at.strip("/")), words, at or "")
+
+
+def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
+    """The rows about what fits a pattern, and about all that is in it."""
+
+    def names(row: WhyRow) -> list[str]:
+        return [row.path, *row.layers]
+
+    patterns = f"{at}/**", f"**/{at}/**"
+    found = [row for row in rows if any(matches(p, name) for p in patterns for name in names(row))]
+    if not found:
+        # A name may begin with any of its pieces.
+        known = [name for row in rows for name in names(row)]
+        ends = ["/".join(name.split("/")[-1 - at.count("/") :]) for name in known]
+        near = nearest(at, [*known, *ends])
+        fix = f"Write at={near!r}." if near else "All names are in why(...).rows."
+        problem = Problem("", f"no layer, parameter or result fits at={at!r}", fix, "unknown")
+        raise SelectionError("why:", [problem])
+    return tuple(found)
+
+
+# Rows
+
+
+def _find_rows(words: StepWords) -> Iterator[WhyRow]:
+    """The rows of a step."""
+    step = words.step
+    parameters = {v: array for v, array in words.arguments.items() if array.part == "parameters"}
+    holders = {x for array in parameters.values() for x in step.layers.holders(array.path)}
+    with_parameters = {y for x in holders for y in itertools.accumulate(x.split("/"), join_paths)}
+    for value, (labels, array) in _find_outputs(words).items():
+        named = [label for label in labels if label in with_parameters]
+        row = _row("output", [*named, *labels][0], array, value, words, labels)
+        is_loser = any(loss.layer in labels and not loss.gathered for loss in row.losses)
+        yield dataclasses.replace(row, is_plain=not named and not is_loser)
+    for array in parameters.values():
+        if array.path in words.gradients:
+            yield _row("gradient", array.path, array, words.gradients[array.path], words)
+    for value, array in parameters.items():
+        yield _row("parameter", array.path, array, value, words)
+    following = {*step.next_arguments.values()}
+    for number, (value, array) in enumerate(words.results.items()):
+        if number not in following:
+            yield _row("result", array.path, array, value, words)
+
+
+def _row(
+    kind: RowKind,
+    path: str,
+    array: StepArray,
+    value: int,
+    words: StepWords,
+    layers: tuple[str, ...] = (),
+) -> WhyRow:
+    known, lost = words.ways.values[value], words.ways.lost(value)
+    has = {axis for axes in known.spec or () for axis in axes}
+
+    def counts(loss: Loss) -> bool:
+        told = words.loss(loss)
+        if loss.reason in ("used", "conflict") and told.layer in layers:
+            return True
+        # What has the mesh axis again, on another dimension, did not lose it.
+        is_back = loss.mesh_axis in has and (kind == "output" or loss.result is None)
+        return not is_back and not told.gathered
+
+    summed = dict.fromkeys(loss.mesh_axis for loss in lost if loss.reason == "reduced")
+    # A gradient is brought to its layout, whatever was lost before.
+    losses = [loss for loss in lost if loss.reason != "reduced" and kind != "gradient"]
+    causes = words.causes(value)
+    is_own = all((one.kind, one.path) == ("parameter", path) for one in causes)
+    return WhyRow(
+        kind,
+        path,
+        array.names,
+        known.shape,
+        specs.canonical(known.spec or ()),
+        causes,
+        tuple(dict.fromkeys(words.loss(loss) for loss in losses if counts(loss))),
+        tuple(summed),
+        layers,
+        is_own and kind in ("gradient", "parameter"),
+    )
+
+
+def _find_outputs(words: StepWords) -> dict[int, tuple[tuple[str, ...], StepArray]]:
+    """The values that layers give, with the labels of the layers, the outermost first."""
+    layers = words.step.layers
+    # Of layers that are called the same, the outermost.
+    firsts = {layer.label: mark for mark, layer in reversed([*enumerate(layers.marked)])}
+    found: dict[tuple[int, StepArray], int] = {}
+    for operation in words.ways.program.operations:
+        marks = [*dict.fromkeys(layers.find_marks(operation.name))]
+        if layers.phase(operation.name) == "forward":
+            for value, mark in itertools.product(operation.results, marks):
+                label, *_, outputs = layers.marked[mark]
+                shape = words.ways.values[value].shape
+                array = next((x for x in outputs if x.shape == shape), None)
+                if array is not None and firsts[label] == mark and _is_used(words, value, mark):
+                    found.pop((mark, array), None)
+                    found[mark, array] = value
+    values = collections.defaultdict(list)
+    for (mark, array), value in sorted(found.items(), key=lambda item: item[0][0]):
+        values[value].append((layers.marked[mark].label, array))
+    return {
+        value: (tuple(label for label, _ in values[value]), values[value][0][1])
+        for value in sorted(values)
+    }
+
+
+def _is_used(words: StepWords, value: int, mark: int) -> bool:
+    """Whether others than a layer use a value for more than to keep it."""
+    waiting, seen = [value], {value}
+    while waiting:
+        value = waiting.pop()
+        if value in words.results:
+            return True
+        for user in words.ways.users.get(value, ()):
+            if mark in words.step.layers.find_marks(user.name):
+                continue
+            if user.kind not in (*_PASSES, _STORE):
+                return True
+            if user.kind != _STORE:
+                waiting += [result for result in user.results if result not in seen]
+                seen.update(user.results)
+    return False

@@ -1,0 +1,302 @@
+"""Says causes and losses in a step's own words: its parameters, layers, rules and lines.
+
+A rule is written as its user wrote it, wherever it stands: that logical axis 'neurons' of a
+parameter lies on mesh axis 'model' is the rule 'neurons' -> 'model'.
+"""
+
+import functools
+import itertools
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import penzai
+
+from penzai_shard import specs
+from penzai_shard.causes.ways import Cause, Loss, Ways, base
+from penzai_shard.inspection.layer_marks import MarkedLayer
+from penzai_shard.inspection.lowering import LoweredStep
+from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.jax_internals.compiler import kept_arguments
+from penzai_shard.layers import constraints
+from penzai_shard.layers.gather_parameters import GatherParameters
+from penzai_shard.paths import fold_key
+from penzai_shard.programs import GRADIENT, OPTIMIZER
+from penzai_shard.propagation.flat import FLOW, Operation
+
+_CONSTRAINTS = (
+    constraints.ConstrainActivations,
+    constraints.ConstrainSharding,
+    constraints.ConstrainShardingByName,
+    GatherParameters,
+)
+_KINDS = {"parameters": "parameter", "inputs": "input", "outputs": "declared result"}
+_OPERATIONS = {
+    "add_any": "a sum of gradients",
+    "dot_general": "a matrix product",
+    "gather": "a look-up",
+    "reduce_sum": "a sum over dimensions",
+    "sharding_constraint": "a constraint",
+}
+_REASONS = {
+    "pinned": "another layout of {dim} is fixed there",
+    "used": "{rival} splits another dimension there",
+    "conflict": "{rival} comes in on {dim} too, and only one can stay",
+    "whole": "the operation needs {dim} whole",
+    "cut": "{dim} is cut or joined there, and the parts do not fit",
+    "absent": "what comes out has no {dim}",
+    "uneven": "what a step returns is split evenly, and {dim} does not divide",
+    "unruled": "the compiler does not know how to split the operation",
+    "undecided": "the compiler does not hand it on",
+}
+# What hands on one array, at most in another form.
+_SAME_ARRAY = re.compile(
+    r"flow|sdy\.sharding_constraint|stablehlo\.(convert|(dynamic_)?slice|reshape|transpose)"
+)
+_FRAME = re.compile(r'\("([^"]+)":(\d+):')
+_PATHS = re.compile(r"[\w.]+[/_][\w./]*")
+_OURS = pathlib.Path(__file__).parents[1]
+_LIBRARIES = (*jax.__path__, *penzai.__path__, str(_OURS))
+
+
+class WhyCause(NamedTuple):
+    """Where a mesh axis of a layout comes from.
+
+    Attributes:
+        mesh_axis: The mesh axis, or a part of it, as ``data:(1)2``.
+        kind: What it comes from: ``"parameter"``, ``"input"``, ``"optimizer state"``, ``"state
+            variables"``, ``"constants"``, ``"constraint layer"``, ``"constraint"`` (of a user),
+            ``"train step"``, ``"declared result"``, ``"shard_map"``, ``"unknown"``.
+        path: Which: a path, the label of a layer, the line of a user.
+        logical_axis: The logical axis there that is on the mesh axis; None without a name.
+        way: The operations that it came through, the first one first.
+    """
+
+    mesh_axis: str
+    kind: str
+    path: str
+    logical_axis: Any = None
+    way: tuple[str, ...] = ()
+
+    @property
+    def rule(self) -> str:
+        """The rule that puts the mesh axis there; empty where the axis has no name."""
+        return "" if self.logical_axis is None else rule_text(self.logical_axis, self.mesh_axis)
+
+    @property
+    def source(self) -> str:
+        """What it comes from."""
+        return f"{self.kind} {self.path.removeprefix('params/').removeprefix('inputs/')}".strip()
+
+    @property
+    def by(self) -> str:
+        """The rule in brackets."""
+        return f" ({self.rule})" if self.rule else ""
+
+    def __str__(self) -> str:
+        return f"{self.mesh_axis!r} comes from {self.source}{self.by}"
+
+
+class WhyLoss(NamedTuple):
+    """Where a mesh axis got lost on the way to an array.
+
+    Attributes:
+        reason: Why, in one word, as ``penzai_shard.causes.ways.Loss`` has it.
+        cause: Where the mesh axis came from.
+        place: The operation, with its layer.
+        layer: The label of the layer, ``"loss"`` or ``"optimizer"``; empty if that is not known.
+        what: Why, in a sentence.
+        gathered: The parameter that is only gathered for use there, which is no loss.
+    """
+
+    reason: str
+    cause: WhyCause
+    place: str
+    layer: str
+    what: str
+    gathered: str = ""
+
+    def __str__(self) -> str:
+        axis = repr(self.cause.mesh_axis)
+        if self.reason == "reduced":
+            return f"devices sum over {axis} of {self.cause.source}{self.cause.by} at {self.place}"
+        if self.reason == "asked":
+            return f"{self.place} asks for it"
+        if self.gathered:
+            return f"{self.gathered} is gathered over {axis} for {self.place}"
+        return f"{axis} of {self.cause.source}{self.cause.by} is lost at {self.place}: {self.what}"
+
+
+class StepWords:
+    """The words of a step.
+
+    Args:
+        ways: The ways of mesh axes through its program.
+        step: The step.
+
+    Attributes:
+        arguments: By the number of a value which argument it is.
+        results: By the number of a value which result it is.
+        gradients: By the path of a parameter the number of its gradient, in train steps.
+    """
+
+    def __init__(self, ways: Ways, step: LoweredStep) -> None:
+        self.ways, self.step, program = ways, step, ways.program
+        # Tokens of programs with side effects come first; what is not used is left out.
+        used = sorted(kept_arguments(step.lowered))
+        arguments = program.arguments[len(program.arguments) - len(used) :]
+        results = program.results[len(program.results) - len(step.results) :]
+        self.arguments = {v: step.arguments[i] for v, i in zip(arguments, used, strict=True)}
+        self.results = dict(zip(results, step.results, strict=True))
+        self.cause = functools.cache(self._say_cause)
+        self.gradients = {
+            array.path: operation.results[0]
+            for operation in program.operations
+            if operation.pin and (array := self._find_gradient(operation)) is not None
+        }
+
+    # Causes
+
+    def causes(self, value: int) -> tuple[WhyCause, ...]:
+        """The causes of all mesh axes of a value."""
+        spec = self.ways.values[value].spec or ()
+        return tuple(self.cause(value, axis) for axes in spec for axis in axes)
+
+    def _say_cause(self, value: int, mesh_axis: str) -> WhyCause:
+        found = self.ways.cause(value, mesh_axis)
+        kind, path, names = self._find_source(found)
+        name = names[found.dimension] if names and found.dimension < len(names) else None
+        way = itertools.groupby((one for one in found.way if one.kind != FLOW), self._owner)
+        steps = (self._at(", ".join(dict.fromkeys(map(self._do, ops))), x) for x, ops in way)
+        return WhyCause(mesh_axis, kind, path, name, tuple(steps))
+
+    def _find_source(self, cause: Cause) -> tuple[str, str, Any]:
+        """Kind and path of a cause, and the logical axes of what it lays out."""
+        operation = cause.operation
+        array = self.arguments.get(cause.value) or self.results.get(cause.value)
+        if array is not None and cause.kind in ("argument", "result"):
+            return _KINDS.get(array.part, array.part), array.path, array.names
+        if operation is None or operation.pin is None:
+            return "unknown", self.place(operation) if operation else "", None
+        pinned = self.ways.values[operation.results[0]]
+        if layer := self.find_constraint_layer(operation):
+            arrays = [self.find_parameter(operation.operands[0]), *layer.outputs, *layer.inputs]
+            # Of a stack of parameters one layer is pinned at a time.
+            rank = len(pinned.shape)
+            fitting = (x for x in arrays if x and x.shape[len(x.shape) - rank :] == pinned.shape)
+            names = next((x.names for x in fitting), None)
+            return "constraint layer", layer.label, names and names[len(names) - rank :]
+        if array := self._find_gradient(operation) or self._find_update(operation):
+            is_own = array.spec == specs.canonical(pinned.spec or ())
+            return "parameter" if is_own else "train step", array.path, array.names
+        return cause.kind, _find_line(operation) or self.place(operation), None
+
+    def find_constraint_layer(self, operation: Operation) -> MarkedLayer | None:
+        """The layer whose constraint an operation is."""
+        marks = self.step.layers.find_marks(operation.name) if operation.pin else []
+        layer = self.step.layers.marked[marks[-1]] if marks else None
+        return layer if layer and isinstance(layer.layer, _CONSTRAINTS) else None
+
+    def _find_gradient(self, operation: Operation) -> StepArray | None:
+        """The parameter whose gradient a train step pins by an operation."""
+        scopes = operation.name.split("/")
+        if GRADIENT not in scopes:
+            return None
+        # What splits unevenly is pinned in a function of its own.
+        behind = scopes[scopes.index(GRADIENT) + 1 : -1]
+        path = "/".join(["params", *(scope for scope in behind if not scope.startswith("jit("))])
+        return next((array for array in self.step.arguments if array.path == path), None)
+
+    def _find_update(self, operation: Operation) -> StepArray | None:
+        is_update = OPTIMIZER in operation.name.split("/")
+        return self.find_parameter(operation.operands[0]) if is_update else None
+
+    def find_parameter(self, value: int) -> StepArray | None:
+        """The parameter that a value is, whole or one layer of a stack of it."""
+        seen = set[int]()
+        while value not in self.arguments and value not in seen:
+            seen.add(value)
+            maker = self.ways.makers.get(value)
+            if maker and maker.operands and _SAME_ARRAY.fullmatch(maker.kind):
+                value = maker.operands[0]
+        array = self.arguments.get(value)
+        return array if array is not None and array.part == "parameters" else None
+
+    # Losses
+
+    def loss(self, loss: Loss, is_sum: bool = False) -> WhyLoss:
+        """Where a mesh axis got lost, and why.
+
+        Args:
+            loss: The loss.
+            is_sum: Whether all that counts is that devices sum over the mesh axis.
+        """
+        operation = loss.pinned_by or loss.operation
+        cause = self.cause(loss.operand, loss.mesh_axis)
+        name, size = cause.logical_axis, self.ways.values[loss.operand].shape[loss.dimension]
+        dim = f"dimension {loss.dimension} ({size})" if name is None else f"{str(name)!r} ({size})"
+        rival = self.cause(*loss.rival) if loss.rival else None
+        against = f"{rival.mesh_axis!r} of {rival.source}" if rival else ""
+        what = _REASONS.get(loss.reason, "").format(dim=dim, rival=against)
+        layer, place = self._owner(operation), self.place(operation)
+        # What else is split over the mesh axis wins, and the parameter is there for its use alone.
+        holder = self.find_constraint_layer(operation)
+        is_for_use = holder is not None and isinstance(holder.layer, GatherParameters)
+        if loss.reason == "used" and loss.rival is not None:
+            is_for_use = loss.rival[0] in operation.results
+        parameter = self.find_parameter(loss.operand) if is_for_use else None
+        gathered = parameter.path.removeprefix("params/") if parameter and not is_sum else ""
+        return WhyLoss("reduced" if is_sum else loss.reason, cause, place, layer, what, gathered)
+
+    def shard_map(self, mesh_axes: str, op_name: str) -> WhyLoss:
+        """What an operation in a ``jax.shard_map`` asks for itself."""
+        layer = self.step.layers.owner(op_name) or ""
+        cause, place = WhyCause(mesh_axes, "shard_map", layer), self._at("a shard_map", layer)
+        return WhyLoss("asked", cause, place, layer, "")
+
+    def place(self, operation: Operation) -> str:
+        """What an operation does, and its layer."""
+        return self._at(self._do(operation), self._owner(operation))
+
+    def _do(self, operation: Operation) -> str:
+        """What an operation does; where there are no words, JAX's name for it."""
+        if operation.kind == FLOW:
+            is_end = not self.results.keys().isdisjoint(operation.results)
+            return "the end of the step" if is_end else "a loop, a branch or a call"
+        name = operation.name.rpartition("/")[2] or operation.kind.rpartition(".")[2]
+        return _OPERATIONS.get(name, name)
+
+    def _owner(self, operation: Operation) -> str:
+        return self.step.layers.owner(operation.name) or ""
+
+    def _at(self, what: str, layer: str) -> str:
+        return f"{what} in {layer}" if layer else what
+
+
+def rule_text(logical_axis: Any, mesh_axis: str) -> str:
+    """A rule as rules print.
+
+    >>> rule_text("batch", "data:(1)2")
+    "'batch' -> 'data'"
+    """
+    return f"{str(logical_axis)!r} -> {base(mesh_axis)!r}"
+
+
+def fold_blocks(path: str, text: str) -> str:
+    """A text on a path, with ``*`` for the numbers of blocks if there are such in the path.
+
+    >>> fold_blocks("block_3/mlp", "block_3/mlp (8)")
+    'block_*/mlp (8)'
+    """
+    return _PATHS.sub(lambda x: fold_key(x[0]), text) if fold_key(path) != path else text
+
+
+def _find_line(operation: Operation) -> str:
+    """Where a user wrote an operation, as ``file.py:12``; empty if libraries alone did."""
+    for file, line in _FRAME.findall(str(operation.location)):
+        if file.startswith(str(_OURS / "inspection")):
+            break  # Behind it is who asks, not who wrote the operation.
+        if not file.startswith(_LIBRARIES):
+            return f"{pathlib.Path(file).name}:{line}"
+    return ""
