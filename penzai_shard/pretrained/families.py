@@ -20,14 +20,12 @@ import jax.numpy as jnp
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
-from penzai_shard.checkpoints.filling import Source
+from penzai_shard.checkpoints.filling import Shape, Source
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
 from penzai_shard.checkpoints.tensor_files import FRACTIONS, is_tensors
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.paths import matches
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
-
-Shape = tuple[int, ...]
 
 STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
 _QKV, _PARTS = "qkv", ("query", "key", "value")
@@ -406,13 +404,9 @@ def _read_dims(dims: str, number: int, parameter: ArrayRecord, tokens: int) -> t
     axes: Any = parameter.names or ()
     sizes: dict[Any, int] = dict(zip(axes, parameter.shape, strict=True))
     stored = {**sizes, VOCABULARY: tokens, _QKV: len(_PARTS)}
-    split: list[str] = []
-    shape = []
-    for dim in dims.split():
-        start = len(split)
-        for axis in dim.split("*"):
-            split += [each for each in _HEADS if each in sizes] if axis == "heads" else [axis]
-        shape.append(math.prod(stored[axis] for axis in split[start:]))
+    heads = "*".join(axis for axis in _HEADS if axis in sizes)
+    tensor = [dim.split("*") for dim in dims.replace("heads", heads).split()]
+    split = [axis for dim in tensor for axis in dim if axis]
     source = Source(
         (),
         tuple(stored[axis] for axis in split),
@@ -421,7 +415,7 @@ def _read_dims(dims: str, number: int, parameter: ArrayRecord, tokens: int) -> t
         pick=(split.index(_QKV), number) if _QKV in split else None,
         pad=sizes.get(VOCABULARY, tokens) - tokens,
     )
-    return source, tuple(shape)
+    return source, tuple(math.prod(stored[axis] for axis in dim if axis) for dim in tensor)
 
 
 def find_tied(config: ModelConfig) -> dict[str, str]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from penzai_shard.checkpoints.filling import Source, Store, read_checksum
 from penzai_shard.checkpoints.matching import Options, match, read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
-from penzai_shard.checkpoints.records import ArrayRecord, Manifest, read_manifest
+from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
 from penzai_shard.checkpoints.tensor_files import FRACTIONS
 from penzai_shard.errors import CheckpointMismatchError, PlanError, Problem, Problems
 from penzai_shard.meshes import AnyMesh
@@ -132,7 +132,9 @@ def load_safetensors(
             problem = Problem("", "it is a checkpoint, and no safetensors file", fix, "kind")
             raise CheckpointMismatchError(f"{_CALLED} cannot read {manifest.path}:", [problem])
         if into is None:
-            checked = _read_config(manifest, config)
+            content = pathlib.Path(manifest.path)
+            beside = (content if content.is_dir() else content.parent) / CONFIG
+            checked = read_config(beside if config is None else config)
             dtype = dtype or families.find_dtype(checked, manifest.records)
             into = families.model_of_config(checked, dtype=dtype, **building)
             tokens = into.metadata.vocab_size
@@ -168,13 +170,6 @@ def _check_options(
     for name in [name for name, value in useless.items() if value]:
         problems.add(name, f"it goes with{'' if into is None else 'out'} into= only", fix)
     return problems
-
-
-def _read_config(manifest: Manifest, config: Any) -> ModelConfig:
-    """The configuration that is given, or that beside weights."""
-    content = pathlib.Path(manifest.path)
-    beside = (content if content.is_dir() else content.parent) / CONFIG
-    return read_config(beside if config is None else config)
 
 
 def _match_tensors(

@@ -33,7 +33,6 @@ from penzai_shard.progress import progress as draw_progress
 _CALLED = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NO_CHECKSUM = "0" * 16  # As long as one.
-_ALIGNMENT = 8
 Records = Mapping[str, ArrayRecord]
 Part = tuple[str, Source, int]
 """An array that goes into a tensor: its path, its source, and which of that one's tensors it is."""
@@ -154,13 +153,12 @@ def save_safetensors(
 
 def _has_weights_only(folder: pathlib.Path) -> bool:
     """Whether such weights are in a folder; if something else is too, it is refused by its name."""
-    if not is_tensors(folder):
-        return False
-    for file in sorted(folder.glob("*")):
+    files = sorted(folder.glob("*")) if is_tensors(folder) else []
+    for file in files:
         if not file.name.endswith(SUFFIX) and file.name not in (INDEX, CONFIG):
             fix = "Move it away, or save to another path."
             refuse_save(file, "it is in the folder, and is none of such weights", fix)
-    return True
+    return bool(files)
 
 
 # Which tensors there are
@@ -223,11 +221,12 @@ def _check_numbers(model: Any, built: Any, problems: errors.Problems) -> None:
     """Whether layers compute with the numbers of a configuration; a dictionary has no layers."""
     for kind, field in _NUMBERS if isinstance(model, pz.nn.Layer) else ():
         layers = (pz.select(x).at_instances_of(kind).get_sequence() for x in (built, model))
-        values = ([getattr(layer, field) for layer in side] for side in layers)
-        theirs, ours = ([float(x) for value in side for x in np.ravel(value)] for side in values)
-        is_alike = len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=_ROUNDING, atol=0)
+        theirs, ours = (np.array([getattr(x, field) for x in side], float) for side in layers)
+        is_alike = ours.shape == theirs.shape and np.allclose(ours, theirs, rtol=_ROUNDING, atol=0)
         if not is_alike:
-            sides = (", ".join(f"{x:.6g}" for x in {*side}) or "nothing" for side in (theirs, ours))
+            sides = (
+                ", ".join(f"{x:.6g}" for x in {*side.flat}) or "nothing" for side in (theirs, ours)
+            )
             what = "the configuration makes it {}, and the model has {}".format(*sides)
             problems.add(f"{kind.__name__}.{field}", what, _OTHER_CONFIG)
 
@@ -336,5 +335,5 @@ def _make_header(
         ends = [start, start := start + tensors[name].nbytes]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": ends}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)  # Numbers begin where any dtype may.
     return len(text).to_bytes(8, "little") + text
