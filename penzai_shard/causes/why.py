@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.causes.collectives import BecauseReport, explain_collectives
-from penzai_shard.causes.ways import Loss, Ways
+from penzai_shard.causes.ways import Ways
 from penzai_shard.causes.words import StepWords, WhyCause, WhyLoss, fold_blocks
 from penzai_shard.errors import Problem, RuleTypeError, SelectionError
-from penzai_shard.inspection.compiling import compile_lowered
+from penzai_shard.inspection.compiling import CompiledStep, compile_lowered
 from penzai_shard.inspection.lowering import lower_step
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.meshes import mesh_text
@@ -158,7 +158,8 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     """Which layout each array of a step gets, where that comes from, and where one got lost.
 
     Args:
-        step: As for ``compile_step``. Nothing is compiled, and any mesh does, also an abstract one.
+        step: As for ``compile_step``, or what that gives. Nothing is compiled, and any mesh does,
+            also an abstract one.
         *args: As for ``compile_step``.
         at: What to narrow the report to: the label of a layer, the path of a parameter or a result,
             a part of one, or a pattern, as ``"block_3/mlp"`` or ``"block_*/up"``. The report then
@@ -188,7 +189,8 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     if not isinstance(at, str | None):
         problem = Problem("", f"at is {at!r}", "Write at='**/mlp'.")
         raise RuleTypeError("why:", [problem])
-    lowered = lower_step(step, args, kwargs, "why")
+    is_compiled = isinstance(step, CompiledStep)
+    lowered = step.step if is_compiled else lower_step(step, args, kwargs, "why")
     words = StepWords(Ways(propagate_lowered(lowered.lowered)), lowered)
     rows = tuple(_find_rows(words))
     return WhyReport(rows if at is None else _select(rows, at.strip("/")), words, at or "")
@@ -224,56 +226,40 @@ def _find_rows(words: StepWords) -> Iterator[WhyRow]:
     with_parameters = {y for x in holders for y in itertools.accumulate(x.split("/"), join_paths)}
     for value, (labels, array) in _find_outputs(words).items():
         named = [label for label in labels if label in with_parameters]
-        row = _row("output", [*named, *labels][0], array, value, words, labels)
+        array = dataclasses.replace(array, path=[*named, *labels][0])
+        row = _make_row(words, "output", array, value, labels)
         is_loser = any(loss.layer in labels and not loss.gathered for loss in row.losses)
         yield dataclasses.replace(row, is_plain=not named and not is_loser)
     for array in parameters.values():
         if array.path in words.gradients:
-            yield _row("gradient", array.path, array, words.gradients[array.path], words)
+            yield _make_row(words, "gradient", array, words.gradients[array.path])
     for value, array in parameters.items():
-        yield _row("parameter", array.path, array, value, words)
+        yield _make_row(words, "parameter", array, value)
     following = {*step.next_arguments.values()}
     for number, (value, array) in enumerate(words.results.items()):
         if number not in following:
-            yield _row("result", array.path, array, value, words)
+            yield _make_row(words, "result", array, value)
 
 
-def _row(
-    kind: RowKind,
-    path: str,
-    array: StepArray,
-    value: int,
-    words: StepWords,
-    layers: tuple[str, ...] = (),
+def _make_row(
+    words: StepWords, kind: RowKind, array: StepArray, value: int, layers: tuple[str, ...] = ()
 ) -> WhyRow:
     known, lost = words.ways.values[value], words.ways.lost(value)
     has = {axis for axes in known.spec or () for axis in axes}
-
-    def counts(loss: Loss) -> bool:
-        told = words.loss(loss)
-        if loss.reason in ("used", "conflict") and told.layer in layers:
-            return True
+    summed = tuple(dict.fromkeys(loss.mesh_axis for loss in lost if loss.reason == "reduced"))
+    told: dict[WhyLoss, None] = {}
+    # A gradient is brought to its layout, whatever was lost before.
+    for loss in lost if kind != "gradient" else ():
+        said = words.loss(loss)
+        is_here = loss.reason in ("used", "conflict") and said.layer in layers
         # What has the mesh axis again, on another dimension, did not lose it.
         is_back = loss.mesh_axis in has and (kind == "output" or loss.result is None)
-        return not is_back and not told.gathered
-
-    summed = dict.fromkeys(loss.mesh_axis for loss in lost if loss.reason == "reduced")
-    # A gradient is brought to its layout, whatever was lost before.
-    losses = [loss for loss in lost if loss.reason != "reduced" and kind != "gradient"]
-    causes = words.causes(value)
+        if loss.reason != "reduced" and (is_here or not (is_back or said.gathered)):
+            told[said] = None
+    causes, spec, path = words.causes(value), specs.canonical(known.spec or ()), array.path
     is_own = all((one.kind, one.path) == ("parameter", path) for one in causes)
-    return WhyRow(
-        kind,
-        path,
-        array.names,
-        known.shape,
-        specs.canonical(known.spec or ()),
-        causes,
-        tuple(dict.fromkeys(words.loss(loss) for loss in losses if counts(loss))),
-        tuple(summed),
-        layers,
-        is_own and kind in ("gradient", "parameter"),
-    )
+    found = path, array.names, known.shape, spec, causes, tuple(told), summed, layers
+    return WhyRow(kind, *found, is_plain=is_own and kind in ("gradient", "parameter"))
 
 
 def _find_outputs(words: StepWords) -> dict[int, tuple[tuple[str, ...], StepArray]]:

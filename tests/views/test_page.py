@@ -1,0 +1,180 @@
+"""A page says what its reports say, is one file, and can be read by everybody."""
+
+import functools
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import jax
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.errors import MeshError, PropagationError, RuleTypeError
+from penzai_shard.views import page
+from tests.layouts.transformers import build_llama, loss_fn
+
+MESH = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
+LAYOUT = pzs.Layout.two_dimensional(min_size=0)
+HOSTILE = "<script>alert(1)</script><img src=x>\x1b[31m"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def struct(shape, spec=None):
+    sharding = None if spec is None else jax.NamedSharding(MESH, spec)
+    return jax.ShapeDtypeStruct(shape, "int32", sharding=sharding)
+
+
+@functools.cache
+def trained():
+    """A train state of shapes, and its compiled step."""
+    state, step = LAYOUT.build(
+        functools.partial(build_llama, blocks=2),
+        mesh=MESH,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-3),
+        rng=jax.random.key(0),
+    )
+    return state, pzs.compile_step(step, state, tokens=struct((8, 9), P("data")))
+
+
+@pytest.fixture(scope="module")
+def trained_page(tmp_path_factory):
+    state, step = trained()
+    path = tmp_path_factory.mktemp("pages") / "new" / "page.html"
+    return page.report(state, MESH, LAYOUT, step, path=path)
+
+
+def write_wrong(path, rules):
+    hostile = {HOSTILE: pz.nx.NamedArray({"odd": 6, HOSTILE: 4}, struct((6, 4)))}
+    return page.report(hostile, MESH, rules, path=path)
+
+
+def words(path):
+    """The text of a page in one line."""
+    text = re.sub("<style>.*?</style>|<wbr>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", text)).split())
+
+
+def test_page_is_one_file_that_says_what_the_reports_say(trained_page, tmp_path):
+    state, step = trained()
+    assert [*trained_page.parent.iterdir()] == [trained_page]
+    text = trained_page.read_text(encoding="utf-8")
+    assert not re.search(r"<script|<img|<link|https?:|url\(|\bsrc=|@import", text)
+    assert {*re.findall('href="(.)', text)} == {"#"}
+    assert {*re.findall('href="#([^"]*)"', text)} <= {*re.findall(' id="([^"]*)"', text)}
+    assert len(text) < 500_000
+    said = words(trained_page)
+    for one in (LAYOUT.plan(state, MESH), step.memory, step.collectives):
+        report = one.report()
+        for line in (report.verdict, *report.notes):
+            assert " ".join(line.split()) in said
+    # From where layouts come, and what each rule costs.
+    assert "constraint layer transformer/block_*/attention" in said.partition("Findings nothing")[2]
+    assert re.search(r"'heads' -> 'model' [\d.]+ KiB [\d.]+ KiB", said)
+    again = page.report(state, MESH, LAYOUT, step, path=tmp_path / "again.html")
+    assert again.read_bytes() == trained_page.read_bytes()
+
+
+def test_largest_layers_are_named_first(trained_page):
+    text = trained_page.read_text(encoding="utf-8")
+    traffic = text.partition("Most traffic")[2].partition("</header>")[0]
+    sent = trained()[1].collectives.by_layer()
+    for layer in ("transformer/block_{0-1}/mlp", "transformer/block_{0-1}/attention"):
+        pattern = layer.replace("{0-1}", r"[01]")
+        size = sum(one.wire_bytes for name, one in sent.items() if re.match(pattern, name))
+        assert f">{layer}</a><span>{size / 1024:.1f} KiB" in traffic
+
+
+def test_page_without_a_step(tmp_path):
+    shapes = pzs.abstract_model(build_llama)
+    said = words(page.report(shapes, MESH, LAYOUT, path=tmp_path / "page.html"))
+    assert said.count("no step is given") == 3
+    assert LAYOUT.plan(shapes, MESH).report().verdict in said
+
+
+def test_rules_that_do_not_fit_are_on_the_page_and_names_are_written_out(tmp_path):
+    for axis, said in {"dta": "'dta' names 'dta'", "data": "odd' (6) does not divide"}.items():
+        path = write_wrong(tmp_path / "page.html", {"odd": axis})
+        assert "There is no valid layout. There is 1 finding." in words(path)
+        # In the plan's section, and in that of the findings.
+        assert words(path).count(said) == 2
+    assert not re.search("<(script|img)|\x1b", path.read_text(encoding="utf-8"))
+    assert HOSTILE.replace("\x1b", "\\x1b") in words(path)
+
+
+def test_causes_that_cannot_be_found_are_said_and_the_rest_is_there(tmp_path, monkeypatch):
+    def refuse(step):
+        raise PropagationError("this jaxlib does not offer it")
+
+    monkeypatch.setattr(page, "why", refuse)
+    state, step = trained()
+    said = words(page.report(state, MESH, LAYOUT, step, path=tmp_path / "page.html"))
+    assert "Why this jaxlib does not offer it" in said
+    assert step.memory.report().verdict in said
+
+
+def test_mistake_in_the_call_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write = functools.partial(page.report, {"w": pz.nx.ones({"a": 8})})
+    other = pzs.make_mesh({"data": 8}, abstract=True)
+    for error, call in (
+        (RuleTypeError, lambda: write({"data": 4}, {})),
+        (RuleTypeError, lambda: write(MESH, {}, tokens=1)),
+        (RuleTypeError, lambda: write(MESH, {}, "no step")),
+        (RuleTypeError, lambda: write(MESH, {}, path=".")),
+        (MeshError, lambda: write(other, {}, trained()[1])),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert all(problem.fix for problem in caught.value.problems)
+    assert [*tmp_path.iterdir()] == []
+
+
+# For each frame its scroll width, and the texts with a contrast below 4.5 as WCAG 2 has it.
+MEASURE = """
+const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
+const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
+const light = rgb => rgb.map(c => c / 255)
+  .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0) + 0.05;
+onload = () => {
+  const found = [...document.querySelectorAll('iframe')].map(({contentDocument: page}) => {
+    const style = element => page.defaultView.getComputedStyle(element);
+    const behind = element => element === null ? [255, 255, 255]
+      : over(parse(style(element).backgroundColor), behind(element.parentElement));
+    page.querySelectorAll('details').forEach(one => one.open = true);
+    const weak = [...page.querySelectorAll('body *')].filter(element => {
+      const paper = behind(element), ink = over(parse(style(element).color), paper);
+      const [low, high] = [light(paper), light(ink)].sort((a, b) => a - b);
+      return element.innerText && high / low < 4.5;
+    });
+    const names = weak.map(element => element.className + ': ' + element.innerText.slice(0, 40));
+    return [page.documentElement.scrollWidth, style(page.body).backgroundColor, names];
+  });
+  document.body.textContent = JSON.stringify(found);
+};"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_page_can_be_read_on_narrow_and_wide_screens_by_day_and_by_night(trained_page, tmp_path):
+    frames = ""
+    for path in (trained_page, write_wrong(tmp_path / "wrong.html", {"odd": "data"})):
+        content = html.escape(path.read_text(encoding="utf-8"))
+        for scheme in ("light", "dark"):
+            for width in (400, 1400):
+                frame = f'style="border: 0; color-scheme: {scheme}" width={width} height=900'
+                frames += f'<iframe {frame} srcdoc="{content}"></iframe>'
+    frames_page = tmp_path / "frames.html"
+    frames_page.write_text(f"<!doctype html><script>{MEASURE}</script><body>{frames}", "utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--hide-scrollbars", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", frames_page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    found = json.loads(html.unescape(re.search("<body>(.*)</body>", done.stdout)[1]))
+    assert [width for width, *_ in found] == [400, 1400] * 4
+    assert [weak for *_, weak in found] == [[]] * 8
+    assert len({paper for _, paper, _ in found}) == 2
