@@ -53,11 +53,12 @@ def propagate(module: Mlir, *, origins: bool = False, edges: bool = False) -> No
     try:
         passes.run(module)
     except ir.MLIRError as error:
-        found = [
-            Problem(name_of(each), f"Shardy says: {each.message}", kind="refused")
-            for each in error.error_diagnostics
-        ]
-        raise PropagationError(_HEADLINE, found) from error
+        for each in error.error_diagnostics:
+            # A message's location does not know yet that it is one with a name.
+            location = ir.Location.from_attr(each.location.attr)
+            path = location.name_str if isinstance(location, ir.NameLoc) else ""
+            problems.add(path, f"Shardy says: {each.message}", kind="refused")
+        raise PropagationError(_HEADLINE, problems) from error
 
 
 def _check_shapes(module: Mlir, problems: Problems) -> None:

@@ -1,8 +1,8 @@
 """Compares layouts with those that XLA writes down itself while it compiles train steps.
 
-``python -m tests.propagation.xla_dump NAME...`` prints, as JSON, for each step how many operations
-XLA has, how many of them have one of ours of the same kind, type and layout, whether the layouts of
-all compiled results are ours, and the seconds that our side takes.
+``python -m tests.propagation.xla_dump`` prints, as JSON, for each step how many operations
+XLA has, how many of them have one of ours of the same kind, type and layout, and whether the
+layouts of all compiled results are ours. Single numbers have no layout, and do not count.
 """
 
 import collections
@@ -10,9 +10,7 @@ import json
 import os
 import pathlib
 import re
-import sys
 import tempfile
-import time
 
 import jax
 import optax
@@ -56,29 +54,29 @@ def lower_step(name):
 
 
 def lower_scanned():
-    """Layers in a loop without constraints, so that nothing but XLA's form decides: ZeRO-1."""
-    mesh, optimizer = pzs.make_mesh(TWO), optax.adam(1e-3)
+    """Layers in a loop, whole weights, split momentum; no constraint, so that the form decides."""
+    mesh = pzs.make_mesh(TWO)
     shapes = {"table": (32, 16), "up": (3, 16, 32), "down": (3, 32, 16)}
     specs = {"table": P(None, "data"), "up": P(None, "data"), "down": P(None, None, "data")}
 
     def struct(shape, spec, dtype="float32"):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def run_step(params, state, tokens):
-        def loss(params):
-            turn = jax.checkpoint(lambda x, w: (x + jax.nn.gelu(x @ w[0]) @ w[1], None))
-            x = jax.lax.scan(turn, params["table"][tokens], (params["up"], params["down"]))[0]
-            logits = x @ params["table"].T
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+    def loss(w, tokens):
+        turn = jax.checkpoint(lambda x, w: (x + jax.nn.gelu(x @ w[0]) @ w[1], None))
+        x = jax.lax.scan(turn, w["table"][tokens], (w["up"], w["down"]))[0]
+        logits = x @ w["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
+    def run_step(w, momentum, tokens):
+        momentum = jax.tree.map(lambda m, g: m / 2 + g, momentum, jax.grad(loss)(w, tokens))
+        return jax.tree.map(lambda w, m: w - m, w, momentum), momentum
 
-    params = {name: struct(shape, P()) for name, shape in shapes.items()}
-    moments = {name: struct(shape, specs[name]) for name, shape in shapes.items()}
-    adam = optax.ScaleByAdamState(struct((), P(), "int32"), moments, moments)
-    given = params, (adam, optax.EmptyState())
-    jitted = jax.jit(run_step, out_shardings=jax.tree.map(lambda x: x.sharding, given))
+    given = [
+        {name: struct(shapes[name], s[name]) for name in s}
+        for s in ({}.fromkeys(specs, P()), specs)
+    ]
+    jitted = jax.jit(run_step, out_shardings=jax.tree.map(lambda x: x.sharding, tuple(given)))
     return jitted.lower(*given, struct((16, 8), P("data"), "int32")), mesh
 
 
@@ -95,7 +93,7 @@ def read_dump(text):
         types = re.findall(r"tensor<([^>]*)>", line)
         layout = re.search(r"sharding_per_value<\[<@\w+, \[([^\]]*)\]", line)
         dims = re.findall(r"\{([^}]*)\}", layout[1].replace('"', "") if layout else "")
-        if kind and types and kind[1] not in PASSED_BY:
+        if kind and kind[1] not in PASSED_BY and "x" in "".join(types[-1:]):
             spec = [[axis for axis in dim.split(", ") if axis not in ("", "?")] for dim in dims]
             found[key(kind[1], types[-1], spec)] += 1
     return found
@@ -117,18 +115,14 @@ def compare(name, folder):
     lowered, mesh = lower_scanned() if name == "scanned" else lower_step(name)
     shardings = jax.tree.leaves(lowered.compile().output_shardings)
     dump = max(folder.glob("shardy/*run_step*/02*.mlir"), key=lambda path: path.stat().st_mtime_ns)
-    start = time.perf_counter()
     program = propagate_lowered(lowered)
-    seconds = time.perf_counter() - start
     xla, ours = read_dump(dump.read_text(encoding="utf-8")), read_ours(program)
-    if "-v" in sys.argv:
-        print(name, "lacking", xla - ours, file=sys.stderr)
     values = [program.values[number] for number in program.results]
     are_equal = all(
         theirs.is_equivalent_to(NamedSharding(mesh, P(*value.spec or ())), len(value.shape))
         for value, theirs in zip(values, shardings, strict=True)
     )
-    return xla.total(), (xla & ours).total(), are_equal, seconds
+    return xla.total(), (xla & ours).total(), are_equal
 
 
 def main():

@@ -1,0 +1,67 @@
+"""What cannot be propagated is refused by name; notes end no process."""
+
+import jax
+import pytest
+from jax import export, lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxlib.mlir import ir
+
+import penzai_shard as pzs
+from penzai_shard.propagation import passes, xla_form
+from penzai_shard.propagation.flat import propagate_lowered
+from tests.propagation.programs import array, lower
+from tests.propagation.test_xla_form import run_child
+
+
+def test_no_program_with_a_shard_map_ends_the_process():
+    done = run_child("programs")
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 30), done.stderr
+
+
+def problems_of(function, *arguments):
+    with pytest.raises(pzs.PropagationError) as caught:
+        propagate_lowered(lower(function, *arguments))
+    return [(each.path, each.kind) for each in caught.value.problems]
+
+
+def test_propagate_refuses_unknown_shapes_and_several_meshes():
+    (n,) = export.symbolic_shape("n")
+    x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((n, 4), (4, n)))
+    found = problems_of(lambda x, y: x @ y, x, y)
+    assert found == [("x", "unknown shape"), ("y", "unknown shape")]
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    pin = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))  # noqa: E731
+    assert problems_of(pin, array("data")) == [("", "several meshes")]
+
+
+def test_propagate_names_a_jaxlib_with_other_passes(monkeypatch):
+    monkeypatch.setattr(passes, "_PIPELINE", "canonicalize")
+    assert problems_of(lax.sin, array()) == [("", "other jaxlib")]
+
+
+# JAX lowers neither of these: a length that is computed, a tie over the border of a shard_map.
+MODULES = {
+    "unknown shape": """(%n: tensor<1xi32>) -> tensor<?xi32> {
+      %0 = "stablehlo.dynamic_iota"(%n) {iota_dimension = 0 : i64}
+        : (tensor<1xi32>) -> tensor<?xi32> loc("f/one")
+      return %0 : tensor<?xi32> }""",
+    "refused": """(%x: tensor<8xf32>) -> tensor<8xf32> {
+      sdy.sharding_group %x group_id=0 : tensor<8xf32>
+      %0 = sdy.manual_computation(%x) in_shardings=[<@mesh, [{"data"}]>]
+          out_shardings=[<@mesh, [{"data"}]>] manual_axes={"data"} (%a: tensor<4xf32>) {
+        sdy.sharding_group %a group_id=0 : tensor<4xf32> loc("f/one")
+        sdy.return %a : tensor<4xf32> } : (tensor<8xf32>) -> tensor<8xf32>
+      return %0 : tensor<8xf32> }""",
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_propagate_refuses_an_operation_by_its_name(kind):
+    text = f'module {{ sdy.mesh @mesh = <["data"=2]> func.func public @main{MODULES[kind]} }}'
+    with lower(lax.sin, array()).compiler_ir("stablehlo").context:
+        module = ir.Module.parse(text).operation
+        xla_form.to_xla_form(module)
+        with pytest.raises(pzs.PropagationError) as caught:
+            passes.propagate(module)
+    assert [(each.path, each.kind) for each in caught.value.problems] == [("f/one", kind)]
