@@ -11,6 +11,7 @@ __version__ = "0.2.0"
 
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
+    "causes.why": "why",
     "checkpoints.manager": "CheckpointManager",
     "checkpoints.moving": "move",
     "checkpoints.parameters": "param_dict restore_params restore_structs save_params with_params",
@@ -20,6 +21,8 @@ _NAMES = {
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
     "MissingExtraError NonFiniteLossError PlanError ProgramError PropagationError RuleTypeError "
     "SelectionError ShardingError ShardingWarning TrainingStoppedError",
+    "findings.lint": "lint",
+    "findings.subject": "Finding",
     "fitting.fit": "fit",
     "inspection.compile_ahead": "compile_ahead",
     "inspection.compiling": "collectives compile_step device_memory",
@@ -62,6 +65,7 @@ _NAMES = {
     "training.stateful_trainer": "StatefulTrainer",
     "training.step": "build_eval_step_fn build_train_step_fn",
     "training.train_state": "TrainState train_state_sharding",
+    "views.sharding": "show_sharding",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
