@@ -1,3 +1,4 @@
+from penzai_shard.causes.why import why as why
 from penzai_shard.checkpoints.manager import CheckpointManager as CheckpointManager
 from penzai_shard.checkpoints.moving import move as move
 from penzai_shard.checkpoints.parameters import param_dict as param_dict
@@ -29,6 +30,8 @@ from penzai_shard.errors import SelectionError as SelectionError
 from penzai_shard.errors import ShardingError as ShardingError
 from penzai_shard.errors import ShardingWarning as ShardingWarning
 from penzai_shard.errors import TrainingStoppedError as TrainingStoppedError
+from penzai_shard.findings.lint import lint as lint
+from penzai_shard.findings.subject import Finding as Finding
 from penzai_shard.fitting.fit import fit as fit
 from penzai_shard.inspection.compile_ahead import compile_ahead as compile_ahead
 from penzai_shard.inspection.compiling import collectives as collectives
@@ -56,6 +59,8 @@ from penzai_shard.placement.place import name_to_name_device_put as name_to_name
 from penzai_shard.placement.place import place as place
 from penzai_shard.placement.sharded_init import abstract_model as abstract_model
 from penzai_shard.placement.sharded_init import (
+    initialize_parameters_sharded as initialize_parameters_sharded,
+)
 from penzai_shard.placement.sharded_init import sharded_init as sharded_init
 from penzai_shard.planning.name_axes import name_axes as name_axes
 from penzai_shard.planning.name_axes import without_names as without_names
@@ -93,10 +98,6 @@ from penzai_shard.training.step import build_eval_step_fn as build_eval_step_fn
 from penzai_shard.training.step import build_train_step_fn as build_train_step_fn
 from penzai_shard.training.train_state import TrainState as TrainState
 from penzai_shard.training.train_state import train_state_sharding as train_state_sharding
-from penzai_shard.causes.why import why as why
-from penzai_shard.findings.lint import lint as lint
-from penzai_shard.findings.subject import Finding as Finding
 from penzai_shard.views.sharding import show_sharding as show_sharding
-    initialize_parameters_sharded as initialize_parameters_sharded,
-)
+
 __version__: str
