@@ -152,8 +152,9 @@ class ShardedArray(HasReport):
             yield "in the memory of the host"
         is_abstract = not self.parts[0].processes
         what = "by their places in the mesh" if is_abstract else "by their ids"
-        own = f"; * marks what this process ({jax.process_index()}) holds" * self.is_on_others
-        yield f"in each cell the devices that hold the part, {what}{own}"
+        if self.is_on_others:
+            what += f"; * marks what this process ({jax.process_index()}) holds"
+        yield f"in each cell the devices that hold the part, {what}"
 
     def _axes_text(self, axes: Iterable[str]) -> str:
         sizes = self.sharding.mesh.shape  # type: ignore[attr-defined]
@@ -162,8 +163,9 @@ class ShardedArray(HasReport):
     @functools.cached_property
     def is_on_others(self) -> bool:
         """Whether other processes hold a part."""
-        own = jax.process_index()
-        return any(process != own for part in self.parts for process in part.processes)
+        # Arrays on abstract meshes ask for no process, so that JAX starts no backend.
+        processes = {process for part in self.parts for process in part.processes}
+        return bool(processes) and processes != {jax.process_index()}
 
 
 def show_sharding(array: Any) -> ShardedArray:
