@@ -113,5 +113,6 @@ def lint(
         found += find_waste(subject, known, flows.mesh_axes, min_bytes)
     found = fold_findings(found)
     found.sort(key=lambda one: (one.kind not in ERRORS, -one.wasted_bytes))
-    what = f"{len(subject.rows):,} arrays on mesh ({mesh_text(request.mesh)})"
+    count = len(subject.rows)
+    what = f"{count:,} array{'s' * (count != 1)} on mesh ({mesh_text(request.mesh)})"
     return LintReport(tuple(found), tuple(notes), what)

@@ -13,8 +13,7 @@ from typing import Any
 from penzai_shard.findings.subject import Finding, Subject
 from penzai_shard.paths import nearest
 from penzai_shard.planning.plan import LeafPlan
-from penzai_shard.reports.quantities import bytes_text
-from penzai_shard.rules import AxisRules, Rule
+from penzai_shard.rules import TRANSFORMER_AXES, AxisRules, Rule
 
 # Usual names of axes along which results depend on one another; only activations have them.
 SEQUENCE_AXES = frozenset(
@@ -149,14 +148,15 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
                 for own in subject.given[table].rules
                 if own != rule or meant
             ]
-            what = f"rule {rule} names no logical axis; the nearest is {meant!r}"
-            if not meant:
-                what = f"rule {rule} names no logical axis; they are {names}"
-            yield Finding("unused", path, what, subject.offer(table, changed))
+            what = f"rule {rule} names no logical axis; there are {names}"
+            if meant:
+                what = f"rule {rule} names no logical axis; the nearest is {meant!r}"
+            fix = subject.offer(table, changed) if known else ""
+            yield Finding("unused", path, what, fix)
         for axes, given in presets.items():
             if known and {*given}.isdisjoint(known):
                 what = f"no logical axis is one of {given}, to be split over {axes}; "
-                what += f"they are {names}"
+                what += f"there are {names}"
                 yield Finding("unused", path, what, "Name those that are to be split.")
 
 
@@ -184,24 +184,25 @@ def find_waste(
     fixes: dict[tuple[str, Hashable, str], str] = {}
     for row in subject.rows:
         table = subject.table_of(row.path)
-        whole = [axis for axis in shape if axis not in subject.axes_of(row) | on_purpose[table]]
         if row.spec is None or row.bytes_per_device < min_bytes:
             continue
-        for axis in whole:
-            name = _find_free_name(subject, table, row, axis)
+        for axis in (x for x in shape if x not in subject.axes_of(row) | on_purpose[table]):
+            names = _find_free_names(subject, table, row, axis)
+            for name in names:
+                key, changed = (table, name, axis), AxisRules({name: axis}) | subject.given[table]
+                if key not in fixes:
+                    fixes[key] = subject.offer(table, changed)
+            name = next(
+                (name for name in names if fixes[table, name, axis]), names[0] if names else None
+            )
             is_nameless = {*(row.names or ())} <= {None}
             is_in_vain = is_nameless or _asks_preset(subject.tables[table], row, axis)
-            if shape[axis] == 1 or (name is None and not is_in_vain):
-                continue
-            saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
-            what = f"({row.axes_text}) is whole over mesh axis {axis!r} ({shape[axis]})"
-            key = table, name, axis
-            if name is None:
-                what, fixes[key] = f"{what}: {row.reason}", ""
-            elif key not in fixes:
-                fixes[key] = subject.offer(table, AxisRules({name: axis}) | subject.given[table])
-            what += f"; each device holds {bytes_text(saved)} more than its part"
-            yield Finding("under-sharded", row.path, what, fixes[key], saved)
+            if shape[axis] > 1 and (names or is_in_vain):
+                saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
+                why = f", which could split {name!r}" if names else f": {row.reason}"
+                what = f"whole over mesh axis {axis!r} ({shape[axis]}){why}"
+                fix = fixes.get((table, name, axis), "")
+                yield Finding("under-sharded", row.path, what, fix, saved)
 
     used.update(axis for row in subject.rows for axis in subject.axes_of(row))
     for table, rules in subject.tables.items():
@@ -233,12 +234,13 @@ def _asks_preset(rules: AxisRules, row: LeafPlan, axis: str) -> bool:
     return any(math.prod(row.shape) >= size or size <= _MOST_WHOLE for size in sizes)
 
 
-def _find_free_name(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
-    """The longest logical axis of an array that no rule names and that divides."""
+def _find_free_names(subject: Subject, table: str, row: LeafPlan, axis: str) -> list[Hashable]:
+    """The logical axes of an array that no rule names and that divide, the best first."""
     rules, size = subject.tables[table], subject.mesh.shape[axis]
     if _asks_preset(rules, row, axis):
-        return None
+        return []
     known = {*rules.logical_axes, *subject.split(row), None}
     pairs = zip(row.names or (), row.shape, strict=bool(row.names))
     free = {name: n for name, n in pairs if name not in known and n % size == 0}
-    return max(free, key=lambda name: free[name], default=None)
+    # Devices compute parts of these by themselves; of others the longest has the most to split.
+    return sorted(free, key=lambda name: (name not in TRANSFORMER_AXES, -free[name]))

@@ -65,6 +65,7 @@ def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     found = []
     for (kind, what, fix), members in alike.items():
         paths = [*dict.fromkeys(one.path for one in members)]
+        paths.sort(key=lambda path: path.startswith("opt_state/"))
         groups = group_paths((path, None) for path in paths)
         texts = [fold_paths([paths[i] for i in group]) for group in groups]
         texts[_MOST_PATHS:] = [f"and {len(texts) - _MOST_PATHS:,} more"] * (
