@@ -32,6 +32,7 @@ from penzai_shard.arrays.structure import (
 )
 from penzai_shard.errors import ShardingError
 from tests import models
+from tests.refusals import problem_paths
 
 ROLES = ("parameter", "state")
 
@@ -240,9 +241,7 @@ def test_flatten_automatic_labels_are_no_part_of_the_structure():
 )
 def test_read_of_another_tree_names_the_first_path_that_differs(tree, path):
     _, structure = flatten({"a": 1.0, "b": 2.0, "act": jax.nn.relu})
-    with pytest.raises(ShardingError) as caught:
-        structure.read({"act": jax.nn.relu} | tree)
-    assert [problem.path for problem in caught.value.problems] == [path]
+    assert problem_paths(ShardingError, structure.read, {"act": jax.nn.relu} | tree) == [path]
 
 
 @pytest.mark.parametrize(
@@ -281,9 +280,7 @@ def test_with_arrays_replaces_some_and_keeps_variables_live():
     ids=["unknown paths", "two arrays of one path"],
 )
 def test_with_arrays_refuses_paths_that_are_no_arrays(tree, paths):
-    with pytest.raises(ShardingError) as caught:
-        with_arrays(tree, dict.fromkeys(paths, 3.0))
-    assert {problem.path for problem in caught.value.problems} == paths
+    assert {*problem_paths(ShardingError, with_arrays, tree, dict.fromkeys(paths, 3.0))} == paths
 
 
 def test_fill_uninitialized_v1_gives_nodes_of_structs_and_parameters_of_arrays():

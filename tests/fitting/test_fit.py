@@ -16,6 +16,7 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
 from tests.fitting import runs
 from tests.fitting.runs import KEEPING_STEP, draw, initial, losses_by_hand, make_batch, train
+from tests.refusals import problem_paths, problems_of
 
 EVALUATION = {"evaluate_every": 1, "eval_step": runs.EVALUATE, "eval_batches": list(draw(1))}
 
@@ -91,9 +92,8 @@ def test_fit_finds_the_loss_of_a_step_of_a_layout():
         expected = np.array(losses_by_hand()[:2]) * (2 if is_own else 1)
         np.testing.assert_allclose(train(state=state, step=step, steps=2)[1], expected, rtol=1e-6)
     # A factory in place of an optimizer, a seed in place of a key.
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        build(optax.adam, 1)
-    fixes = [problem.fix for problem in caught.value.problems]
+    problems = problems_of(pzs.RuleTypeError, build, optax.adam, 1)
+    fixes = [problem.fix for problem in problems]
     assert fixes == ["Write optax.adam(1e-3).", "Write jax.random.key(1)."]
 
 
@@ -255,14 +255,12 @@ def test_fit_refuses_folders_of_other_runs(tmp_path):
         with pytest.raises(pzs.TrainingStoppedError) as caught:
             train(checkpoint=folder, **options)
         assert paths_of(caught) == {str(folder / "step_00000003")}
-    with pytest.raises(pzs.TrainingStoppedError) as caught:
-        train(state=state, steps=3)
-    assert "steps=6" in caught.value.problems[0].fix
+    problems = problems_of(pzs.TrainingStoppedError, train, state=state, steps=3)
+    assert "steps=6" in problems[0].fix
     # The newest step is behind the last one.
-    with pytest.raises(pzs.TrainingStoppedError) as caught:
-        train(steps=2, checkpoint=folder)
-    assert paths_of(caught) == {str(folder / "step_00000003")}
-    assert "steps=5" in caught.value.problems[0].fix
+    problems = problems_of(pzs.TrainingStoppedError, train, steps=2, checkpoint=folder)
+    assert problems[0].path == str(folder / "step_00000003")
+    assert "steps=5" in problems[0].fix
     with CheckpointManager(tmp_path / "other") as manager:
         manager.save(0, initial())
     with pytest.raises(pzs.TrainingStoppedError) as caught:
@@ -275,9 +273,7 @@ def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
     begun, cycle = draw(), itertools.cycle(draw(9))
     next(begun)
     for batches in (begun, cycle, iter(list(draw(9)))):
-        with pytest.raises(pzs.RuleTypeError) as caught:
-            train(batches, checkpoint=tmp_path)
-        assert paths_of(caught) == {"batches"}
+        assert problem_paths(pzs.RuleTypeError, train, batches, checkpoint=tmp_path) == ["batches"]
     assert not list(tmp_path.iterdir())
     assert train(cycle)[1] == losses_by_hand()
     # As the fix says.
@@ -286,9 +282,9 @@ def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
     assert losses == losses_by_hand()[3:]
 
     train(CountingIterator(), steps=3, checkpoint=tmp_path / "other")
-    with pytest.raises(pzs.TrainingStoppedError) as caught:
-        train(checkpoint=tmp_path / "other")
-    assert paths_of(caught) == {"batches"}
+    assert problem_paths(pzs.TrainingStoppedError, train, checkpoint=tmp_path / "other") == [
+        "batches"
+    ]
 
 
 def test_fit_keeps_regular_and_best_checkpoints(tmp_path):
@@ -387,9 +383,7 @@ def test_fit_gives_the_state_with_an_error_of_a_callback():
     ],
 )
 def test_fit_refuses_arguments(options, path):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        train(**options)
-    assert paths_of(caught) == {path}
+    assert problem_paths(pzs.RuleTypeError, train, **options) == [path]
 
 
 @pytest.mark.parametrize(
@@ -400,9 +394,8 @@ def test_fit_refuses_arguments(options, path):
     ],
 )
 def test_fit_says_what_to_write(options, fix):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        train(**options)
-    assert fix in caught.value.problems[0].fix
+    problems = problems_of(pzs.RuleTypeError, train, **options)
+    assert fix in problems[0].fix
 
 
 # Progress

@@ -17,6 +17,7 @@ import penzai_shard as pzs
 from penzai_shard.inspection.layer_marks import Layers
 from penzai_shard.inspection.lowering import lower_step
 from tests.models import MODELS, LinenBlock, model
+from tests.refusals import problem_paths, problems_of
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 LINEAR = pz.nn.Linear.from_config("l", jax.random.key(0), {"a": 8}, {"b": 8})
@@ -281,9 +282,8 @@ def test_lower_step_of_a_trainer_and_of_its_method():
 
 @pytest.mark.parametrize("step", [dict, 3, jax.jit(jnp.sin).lower(1.0)])
 def test_lower_step_refuses_what_is_no_step(step):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        lower(step, 1.0)
-    assert "compile_step(jax.jit(function)" in caught.value.problems[0].fix
+    problems = problems_of(pzs.RuleTypeError, lower, step, 1.0)
+    assert "compile_step(jax.jit(function)" in problems[0].fix
 
 
 def test_lower_step_names_all_arrays_that_do_not_fit():
@@ -301,12 +301,8 @@ def test_lower_step_refuses_deleted_and_traced_arrays():
     state = initial()
     jax.tree.map(lambda x: x.delete(), state.trained_arrays)
     for step, args, path in ((STEP, (state,), ""), (lambda state: state, (state,), "state/")):
-        with pytest.raises(pzs.ShardingError) as caught:
-            lower(step, *args)
-        assert paths_of(caught) == [path + "params/l.weights"]
-    with pytest.raises(pzs.ShardingError) as caught:
-        lower(STEP, initial(), x="text")
-    assert paths_of(caught) == ["x"]
+        assert problem_paths(pzs.ShardingError, lower, step, *args) == [path + "params/l.weights"]
+    assert problem_paths(pzs.ShardingError, lower, STEP, initial(), x="text") == ["x"]
     with pytest.raises(pzs.ShardingError) as caught:
         jax.jit(lambda x: lower(jax.jit(lambda y: y), x))(1.0)
     assert paths_of(caught) == ["y"]
@@ -316,9 +312,7 @@ def test_lower_step_refuses_variables_that_are_in_no_argument():
     counted = MODELS["counted mlp"]()
     before = counted.count.value
     for step in (lambda x: counted(x), jax.jit(lambda x: counted(x))):
-        with pytest.raises(pzs.ShardingError) as caught:
-            lower(step, INPUTS)
-        assert paths_of(caught) == ["count"]
+        assert problem_paths(pzs.ShardingError, lower, step, INPUTS) == ["count"]
         assert counted.count.value is before
     lower(lambda model, x: model(x), counted, INPUTS)
     assert counted.count.value is before

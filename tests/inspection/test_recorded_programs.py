@@ -13,6 +13,7 @@ from penzai_shard.errors import ProgramError
 from penzai_shard.inspection.attribution import read_collectives
 from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.liveness import read_peak
+from tests.refusals import problem_paths, problems_of
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 # What a device has of the array that the functions take: bfloat16, which CPUs widen.
@@ -153,16 +154,13 @@ def test_read_collectives_of_a_step(platform, name):
 def test_read_collectives_in_an_unknown_form(before, after, paths):
     text = read_text("cpu/parts_of_axes")
     assert before in text
-    with pytest.raises(ProgramError) as caught:
-        read(text.replace(before, after))
-    assert {problem.path for problem in caught.value.problems} == paths
+    assert {*problem_paths(ProgramError, read, text.replace(before, after))} == paths
 
 
 @pytest.mark.parametrize("text", ["", "HloModule m", read_text("cpu/loops").replace("%", "")])
 def test_read_of_no_program(text):
-    with pytest.raises(ProgramError) as caught:
-        Program.read(text)
-    assert "compiled.as_text()" in caught.value.problems[0].fix
+    problems = problems_of(ProgramError, Program.read, text)
+    assert "compiled.as_text()" in problems[0].fix
 
 
 SUM = """ENTRY %e {

@@ -4,6 +4,7 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.inspection.topologies import least_time, mesh_bandwidths
+from tests.refusals import problems_of
 
 H100S = 'device_description_str: "NVIDIA H100 80GB HBM3" gpu_device_info { device_memory_size: 80 }'
 
@@ -29,9 +30,8 @@ def test_topology_counts_devices():
     ],
 )
 def test_topology_refuses_what_there_is_not(name, fix):
-    with pytest.raises(pzs.MeshError) as caught:
-        pzs.Topology(name)
-    assert fix in caught.value.problems[0].fix
+    problems = problems_of(pzs.MeshError, pzs.Topology, name)
+    assert fix in problems[0].fix
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,5 @@ def test_least_time_is_that_of_the_busiest_links():
 
 def test_least_time_refuses_wrong_figures_all_at_once():
     sent, sizes = {("data",): 1.0, ("model",): 1.0}, {"data": 4, "model": 2}
-    with pytest.raises(pzs.MeshError) as caught:
-        least_time(sent, sizes, {"modle": 1, "data": 0})
-    assert len(caught.value.problems) == 2
+    problems = problems_of(pzs.MeshError, least_time, sent, sizes, {"modle": 1, "data": 0})
+    assert len(problems) == 2

@@ -10,6 +10,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from tests.models import penzai_mlp
+from tests.refusals import problems_of
 
 AUTO, EXPLICIT = (pzs.make_mesh({"data": 4, "model": 2}, explicit=e) for e in (False, True))
 ON_BOTH_MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
@@ -82,9 +83,7 @@ def test_options_are_those_of_make_plan():
 
 def test_layouts_that_cannot_be_are_refused_by_path():
     tree = {"x": pz.nx.ones({"batch": 6}), "y": jnp.ones((8, 2)), "z": X}
-    with pytest.raises(pzs.PlanError) as caught:
-        pzs.ConstrainShardingByName(AUTO, RULES)(tree)
-    problems = caught.value.problems
+    problems = problems_of(pzs.PlanError, pzs.ConstrainShardingByName(AUTO, RULES), tree)
     assert [(p.path, p.kind) for p in problems] == [("x", "indivisible"), ("y", "unnamed")]
     with pytest.warns(pzs.ShardingWarning, match="batch") as warned:
         pzs.ConstrainShardingByName(AUTO, {"bacth": "data"})(X)
@@ -98,9 +97,8 @@ def test_other_devices_are_refused_by_path():
     for mesh in (abstract, second):
         by_name = pzs.ConstrainShardingByName(mesh, RULES)
         for layer in (by_name, pzs.ConstrainSharding(NamedSharding(mesh, P("data")))):
-            with pytest.raises(pzs.MeshError) as caught:
-                layer(x)
-            assert [problem.path.split("/")[0] for problem in caught.value.problems] == ["x"]
+            problems = problems_of(pzs.MeshError, layer, x)
+            assert [problem.path.split("/")[0] for problem in problems] == ["x"]
     # An array on one device is spread.
     spread = by_name(jax.device_put(X, jax.devices()[5]))
     assert spread.data_array.sharding.shard_shape((8, 8)) == (2, 8)

@@ -20,6 +20,7 @@ from penzai import pz
 import penzai_shard as pzs
 from tests.layers.calls import Calls
 from tests.models import counted_mlp
+from tests.refusals import problem_paths, problems_of
 
 ONE = jnp.ones(())
 TRACED = collections.Counter()
@@ -271,9 +272,8 @@ def test_shardings_hold_and_are_of_the_program():
                 layer = pzs.Jitted(multiplied("shardings"), **{name: shardings})
                 assert layer(x).data_array.sharding == NamedSharding(meshes[0], P("data"))
     assert TRACED["shardings"] == 4
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        pzs.Jitted(layer, in_shardings={"x": "data"})
-    assert caught.value.problems[0].path == "in_shardings"
+    problems = problems_of(pzs.RuleTypeError, pzs.Jitted, layer, in_shardings={"x": "data"})
+    assert problems[0].path == "in_shardings"
 
 
 def test_a_donated_argument_is_gone_and_what_cannot_be_run_stays():
@@ -295,9 +295,7 @@ def test_a_donated_argument_is_gone_and_what_cannot_be_run_stays():
         (lambda: doubling([other, other]), "argument/1"),
         (lambda: layer(pz.StateVariable(value=other)), "argument"),
     ):
-        with pytest.raises(pzs.ShardingError) as caught:
-            call()
-        assert [problem.path for problem in caught.value.problems] == [path]
+        assert problem_paths(pzs.ShardingError, call) == [path]
     assert [weight.is_deleted(), other.is_deleted()] == [False, False]
 
 
@@ -340,6 +338,4 @@ def test_arrays_over_a_mesh_that_were_donated_are_refused():
         argument = pzs.place(pz.nx.ones({"a": 8}), mesh, {"a": "data"}) if array is held else x
         layer(argument)
         donated(array.data_array)
-        with pytest.raises(pzs.ShardingError) as caught:
-            layer(argument)
-        assert [problem.path for problem in caught.value.problems] == [path]
+        assert problem_paths(pzs.ShardingError, layer, argument) == [path]

@@ -16,6 +16,7 @@ from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard as pzs
 from tests.models import counted_mlp, mlp_v1, penzai_mlp
+from tests.refusals import problems_of
 
 AUTO, EXPLICIT = (pzs.make_mesh({"data": 4, "model": 2}, explicit=e) for e in (False, True))
 RULES = {"batch": "data", "features": "model"}
@@ -171,10 +172,9 @@ def test_arrays_that_nothing_runs_on_are_refused_by_path(wrapper):
         model = WRAPPERS[wrapper](penzai_mlp())
         parameter = pz.unbind_variables(model)[1][0]
         parameter.__dict__["_raw_value"] = spoil(parameter.value)
-        with pytest.raises(error) as caught:
-            model(jax.device_put(X, jax.devices()[3]))
-        assert [problem.path for problem in caught.value.problems] == [parameter.label]
-        assert caught.value.problems[0].fix
+        problems = problems_of(error, model, jax.device_put(X, jax.devices()[3]))
+        assert [problem.path for problem in problems] == [parameter.label]
+        assert problems[0].fix
 
 
 LAYER, STACK = pz.nn.Identity(), pz.nn.LayerStack(pz.nn.Identity(), "layers", 2)
@@ -215,7 +215,5 @@ WRONG_USES = [
 
 @pytest.mark.parametrize(("error", "path", "fix", "use"), WRONG_USES)
 def test_wrong_uses_are_refused_with_path_and_fix(error, path, fix, use):
-    with pytest.raises(getattr(pzs, f"{error}Error")) as caught:
-        use()
-    (problem,) = caught.value.problems
+    (problem,) = problems_of(getattr(pzs, f"{error}Error"), use)
     assert (problem.path, fix in problem.fix) == (path, True)

@@ -14,6 +14,7 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
 from tests.layouts.transformers import build_llama, loss_fn
+from tests.refusals import problem_paths, problems_of
 
 EIGHT = pzs.make_mesh({"data": 8})
 TWO = pzs.make_mesh({"data": 4, "model": 2})
@@ -213,17 +214,14 @@ def test_a_model_of_unknown_parts_is_left_to_the_compiler_with_a_warning():
 def test_a_model_is_laid_out_once():
     for first in (Layout.fully_sharded(min_size=1), Layout.sequence_parallel()):
         edited = first.recipe(shapes(), TWO).apply(shapes())
-        with pytest.raises(pzs.RuleTypeError) as caught:
-            Layout.two_dimensional().recipe(edited, TWO)
-        assert "strip(model)" in caught.value.problems[0].fix
+        problems = problems_of(pzs.RuleTypeError, Layout.two_dimensional().recipe, edited, TWO)
+        assert "strip(model)" in problems[0].fix
     assert Layout.two_dimensional().recipe(pzs.strip(edited), TWO).edits
 
 
 def test_names_that_a_model_lacks_are_refused_at_once_with_one_fix():
     model = build_blocks()
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        Layout.two_dimensional().recipe(model, TWO)
-    problems = caught.value.problems
+    problems = problems_of(pzs.RuleTypeError, Layout.two_dimensional().recipe, model, TWO)
     assert [problem.path for problem in problems] == ["neurons", "heads"]
     (fix,) = {problem.fix for problem in problems}
     names = ast.literal_eval(re.search(r"names=(\{.*?\})", fix)[1])
@@ -238,9 +236,10 @@ def test_a_model_without_layers_is_left_to_the_compiler_with_a_warning():
     # There is one way to sum gradients.
     assert not Layout.data_parallel().recipe(weights, EIGHT).edits
     layout = Layout.fully_sharded(manual=True, rematerialise="dots", precision="bfloat16")
-    with pytest.raises(pzs.ShardingError) as caught:
-        layout.recipe(weights, EIGHT)
-    assert [problem.path for problem in caught.value.problems] == ["rematerialise", "manual"]
+    assert problem_paths(pzs.ShardingError, layout.recipe, weights, EIGHT) == [
+        "rematerialise",
+        "manual",
+    ]
 
 
 # Building
@@ -303,9 +302,8 @@ def test_build_on_an_abstract_mesh_prices_what_is_not_there():
     ],
 )
 def test_mistakes_are_refused_with_what_to_write(call, error, fix):
-    with pytest.raises(error) as caught:
-        call()
-    assert fix in caught.value.problems[0].fix
+    problems = problems_of(error, call)
+    assert fix in problems[0].fix
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("fsdp", "fully_sharded"), ("zero_1", "zero1")])

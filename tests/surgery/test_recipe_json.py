@@ -15,6 +15,7 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.surgery import Ref
 from tests.models import Counted
+from tests.refusals import problem_paths, problems_of
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 WIDE = pzs.make_mesh({"data": 64}, abstract=True)
@@ -156,9 +157,7 @@ HOSTILE = [
 def test_from_json_refuses_hostile_names_everywhere(reference):
     loaded = set(sys.modules)
     for text in [text_of(**make({"$ref": reference})) for make in EVERYWHERE.values()]:
-        with pytest.raises(pzs.RuleTypeError) as error:
-            pzs.Recipe.from_json(text)
-        assert [problem.path for problem in error.value.problems] == ["edits/0"]
+        assert problem_paths(pzs.RuleTypeError, pzs.Recipe.from_json, text) == ["edits/0"]
     with pytest.raises(pzs.RuleTypeError):
         pzs.Recipe.from_json(text_of(what=reference))
     new = {name.partition(".")[0] for name in set(sys.modules) - loaded}
@@ -211,10 +210,9 @@ def test_from_json_names_all_that_would_have_to_be_allowed(package):
     first = {"what": {"$ref": "own_layers._parts:named"}}
     types = place({"$tuple": [{"$ref": "other:A"}, {"$ref": "other:B"}]})
     second = {"where": types, "options": {"name": {"$ref": "os:system"}}}
-    with pytest.raises(pzs.RuleTypeError) as error:
-        pzs.Recipe.from_json(text_of(first, second))
-    assert [problem.path for problem in error.value.problems] == ["edits/0", *["edits/1"] * 3]
-    (fix,) = {problem.fix for problem in error.value.problems}
+    problems = problems_of(pzs.RuleTypeError, pzs.Recipe.from_json, text_of(first, second))
+    assert [problem.path for problem in problems] == ["edits/0", *["edits/1"] * 3]
+    (fix,) = {problem.fix for problem in problems}
     assert "Recipe.from_json(text, allow=('own_layers', 'other', 'os'))" in fix
     assert "own_layers" not in sys.modules
 
@@ -235,9 +233,8 @@ def test_from_json_opens_no_more_than_what_is_allowed(package):
         with pytest.raises(pzs.RuleTypeError):
             pzs.Recipe.from_json(text_of(what={"$ref": package + name}), allow=[package])
     text = text_of(what={"$ref": "jax:checkpoint"})
-    with pytest.raises(pzs.RuleTypeError) as error:
-        pzs.Recipe.from_json(text)
-    assert "allow=('jax._src.ad_checkpoint',)" in error.value.problems[0].fix
+    problems = problems_of(pzs.RuleTypeError, pzs.Recipe.from_json, text)
+    assert "allow=('jax._src.ad_checkpoint',)" in problems[0].fix
     assert pzs.Recipe.from_json(text, allow=("jax",))[0].what is jax.checkpoint
 
 
@@ -255,9 +252,7 @@ def test_to_json_refuses_what_others_cannot_name(monkeypatch):
         pzs.wrap(pz.nn.Linear, show_options, option=jnp.ones(2)),
         pzs.wrap(pz.nn.Linear, show_options, option=object()),
     ]
-    with pytest.raises(pzs.RuleTypeError) as error:
-        pzs.Recipe(pzs.jit_root(), *wanting).to_json()
-    paths = [problem.path for problem in error.value.problems]
+    paths = problem_paths(pzs.RuleTypeError, pzs.Recipe(pzs.jit_root(), *wanting).to_json)
     assert paths == [f"edits/{number}" for number in range(1, 1 + len(wanting))]
 
 

@@ -18,6 +18,7 @@ from penzai.models.transformer import model_parts
 import penzai_shard as pzs
 from penzai_shard.surgery import Inserted, Ref, Where
 from tests.models import equinox, llama, mlp_v1, penzai_mlp
+from tests.refusals import problems_of
 
 BLOCK = model_parts.TransformerBlock
 LINEAR, ATTENTION = pz.nn.Linear, pz.nn.Attention
@@ -400,9 +401,7 @@ def test_edits_that_make_no_sense_or_do_not_fit_are_refused(name):
     [("**/block_0", "block_0/"), ("transformer/block_1", "block_1/"), ("**/mlp", "block_0/mlp/")],
 )
 def test_labels_of_parameters_are_told_from_places(pattern, label):
-    with pytest.raises(pzs.SelectionError) as caught:
-        apply(model(), pzs.wrap(pattern, JIT))
-    (problem,) = caught.value.problems
+    (problem,) = problems_of(pzs.SelectionError, apply, model(), pzs.wrap(pattern, JIT))
     assert "label of parameters" in problem.what
     # The place holds the parameters with that label, and no others.
     place = problem.fix.split("'")[1]
@@ -415,17 +414,15 @@ def test_labels_of_parameters_are_told_from_places(pattern, label):
 
 def test_fixes_name_places_of_the_model_at_hand():
     for pattern in ("**/xyz", "mlp/*/w"):
-        with pytest.raises(pzs.SelectionError) as caught:
-            apply(penzai_mlp(), pzs.wrap(pattern, JIT))
-        place = caught.value.problems[0].fix.split("'")[1]
+        problems = problems_of(pzs.SelectionError, apply, penzai_mlp(), pzs.wrap(pattern, JIT))
+        place = problems[0].fix.split("'")[1]
         assert paths(penzai_mlp(), place)
 
 
 def test_a_list_of_types_says_that_it_is_cut():
     def types_of(model):
-        with pytest.raises(pzs.SelectionError) as caught:
-            apply(model, pzs.wrap(pz.nn.LayerStack, JIT))
-        return caught.value.problems[0].what
+        problems = problems_of(pzs.SelectionError, apply, model, pzs.wrap(pz.nn.LayerStack, JIT))
+        return problems[0].what
 
     assert "..." in types_of(model())
     assert "..." not in types_of(pz.nn.Residual(pz.nn.Identity()))
@@ -435,9 +432,7 @@ def test_a_recipe_that_is_applied_twice_is_refused():
     recipe = pzs.Recipe(pzs.wrap(BLOCK, pzs.Checkpointed), pzs.wrap(BLOCK, pzs.Jitted))
     recipe += pzs.jit_root()
     edited = recipe.apply(model())
-    with pytest.raises(pzs.SelectionError) as caught:
-        recipe.apply(edited)
-    problems = caught.value.problems
+    problems = problems_of(pzs.SelectionError, recipe.apply, edited)
     assert [problem.path for problem in problems] == [FIRST, SECOND, FIRST, SECOND, ""]
     for problem, kind in zip(problems, ["Checkpointed"] * 2 + ["Jitted"] * 3, strict=True):
         assert f"strip(model, {kind})" in problem.fix
@@ -447,9 +442,8 @@ def test_a_recipe_that_is_applied_twice_is_refused():
 
 
 def test_apply_of_a_tree_without_layers():
-    with pytest.raises(pzs.SelectionError) as caught:
-        apply({"w": 1.0}, pzs.wrap(LINEAR, JIT))
-    assert "a pytree of layers" in caught.value.problems[0].fix
+    problems = problems_of(pzs.SelectionError, apply, {"w": 1.0}, pzs.wrap(LINEAR, JIT))
+    assert "a pytree of layers" in problems[0].fix
 
 
 def test_apply_reports_the_problems_of_all_edits():

@@ -14,6 +14,7 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard import MeshError, PlanError, RuleTypeError, ShardingError
 from tests.models import MODELS
+from tests.refusals import problems_of
 from tests.training import losses
 from tests.training.losses import KEY, W, X, batch, initial, layout, loss_fn, paths_of
 
@@ -261,12 +262,10 @@ def test_errors_of_the_user_pass_through_unchanged():
 
 
 def test_fixes_say_what_fits():
-    with pytest.raises(ShardingError) as caught:
-        run(accumulate_steps=3)
-    assert caught.value.problems[0].fix == "Give a multiple of 3."
-    with pytest.raises(ShardingError) as caught:
-        build()(initial(), x=batch(), y=batch())
-    assert caught.value.problems[0].fix.startswith("Write def loss_fn(model, rng, state, x, y)")
+    problems = problems_of(ShardingError, run, accumulate_steps=3)
+    assert problems[0].fix == "Give a multiple of 3."
+    problems = problems_of(ShardingError, build(), initial(), x=batch(), y=batch())
+    assert problems[0].fix.startswith("Write def loss_fn(model, rng, state, x, y)")
 
 
 def test_a_failed_step_takes_nothing():
