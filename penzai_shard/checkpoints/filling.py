@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -347,15 +347,24 @@ def _begin_reading(
             memory[tuple(there)] = cut = piece[tuple(here)]
             # NumPy would wrap integers, and cut off what is behind the point.
             if piece.dtype != dtype and dtype.kind in "iu" and (memory[tuple(there)] != cut).any():
-                what = f"it has numbers of {piece.dtype} that {dtype} cannot hold"
-                problem = Problem(group.name, what, f"Restore it as {piece.dtype}.")
-                raise CheckpointMismatchError("numbers do not fit:", [problem])
+                refuse_numbers(group.name, piece.dtype, dtype)
 
     # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
     pieces = _cut(
         group.box, max(4, dtype.itemsize), source.rows, source.chunk(store.chunk(source.stored[0]))
     )
     return parts, [readers.submit(read, piece) for piece in pieces]
+
+
+def refuse_numbers(path: str, dtype: Any, wanted: Any) -> NoReturn:
+    """Refuses to cast an array.
+
+    Raises:
+        CheckpointMismatchError: In any case.
+    """
+    what = f"it has numbers of {dtype} that {wanted} cannot hold"
+    problem = Problem(path, what, f"Give the model {dtype} there.")
+    raise CheckpointMismatchError("numbers do not fit:", [problem])
 
 
 def _put_parts(group: _Group, parts: dict[Bounds, np.ndarray]) -> list[jax.Array]:

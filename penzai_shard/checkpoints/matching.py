@@ -119,11 +119,7 @@ def read_options(
     pattern, rules = "='**/weights'.", "={'stored': 'wanted'}."
     # What is given, whether it can be read, and what to write.
     table = {
-        "allow": (
-            allow,
-            all(word in _WORDS for word in words),
-            f"='cast', or several of {_WORDS}.",
-        ),
+        "allow": (allow, {*map(str, words)} <= {*_WORDS}, f"='cast', or several of {_WORDS}."),
         "only": (only, _are_texts(chosen), pattern),
         "except_": (except_, _are_texts(left), pattern),
         "rename_axes": (rename_axes, _are_rules(rename_axes), rules),
@@ -457,12 +453,17 @@ class _Matching:
 
     def report_rest(self, missing: Sequence[str], keepable: Collection[str]) -> None:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
-        rules = self._suggest_names(missing)
+        rules, start = self._suggest_names(missing), self.start
+        # The first rule that fits decides: without those that only the paths of the new ones fit.
+        rest = [path.removeprefix(start) for path in self.stored]
+        rest = [path for path in rest if fold_key(path) not in rules]
+        given = self.options.names.items()
+        old = {pattern: new for pattern, new in given if any(matches(pattern, x) for x in rest)}
         for path in missing:
             what = f"{self.holder} has no such array, and {self.wanted[path]} is wanted"
             fix = "Build what was saved, or keep own values: others='keep'."
-            if fold_key(path.removeprefix(self.start)) in rules.values():
-                fix = f"Write names={ {**rules, **self._rules_without(rules)} }."
+            if fold_key(path.removeprefix(start)) in rules.values():
+                fix = f"Write names={ {**rules, **old} }."
             elif path not in keepable:
                 fix = ""
             self.add(path, what, "missing", fix)
@@ -470,38 +471,27 @@ class _Matching:
             if self.left[path] and self.options.asks_for(name):
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 # A rule for one path says that the model has it.
-                is_ruled = path.removeprefix(self.start) in self.options.names
+                is_ruled = path.removeprefix(start) in self.options.names
                 kind, fix = ("names", _suggest(name, self.wanted)) if is_ruled else ("extra", "")
                 self.add(name, f"{what}, or fewer blocks", kind, fix)
 
     def _suggest_names(self, missing: Iterable[str]) -> dict[str, str]:
         """Rules for stored arrays that fill none: those of the same sizes with the nearest path."""
-        # Blocks have one rule, with a wildcard for the number.
         start = self.start
-        left, wanted = (
-            {fold_key(x.removeprefix(start)): sides[x] for x in paths if x.startswith(start)}
-            for sides, paths in (
-                (self.stored, [path for path in self.names if self.left[path]]),
-                (self.wanted, missing),
-            )
-        )
+
+        def by_key(records: Mapping[str, ArrayRecord], paths: Iterable[str]) -> dict[str, Any]:
+            # Blocks have one rule, with a wildcard for the number.
+            below = [path for path in paths if path.startswith(start)]
+            return {fold_key(path.removeprefix(start)): records[path] for path in below}
+
+        left = by_key(self.stored, [path for path in self.names if self.left[path]])
+        wanted = by_key(self.wanted, missing)
         rules: dict[str, str] = {}
         # Where thousands differ, comparing all with all takes minutes, and nobody reads so much.
         for key, record in wanted.items() if len(wanted) <= _MOST_SUGGESTIONS else ():
-            alike = [
-                old
-                for old, other in left.items()
-                if sorted(other.shape) == sorted(record.shape)
-                and old.count("*") == key.count("*")
-                and old not in rules
-            ]
+            sizes, count = sorted(record.shape), key.count("*")
+            alike = [old for old in left if sorted(left[old].shape) == sizes]
+            alike = [old for old in alike if old.count("*") == count and old not in rules]
             if old := alike[0] if len(alike) == 1 else nearest(key, alike):
                 rules[old] = key
         return rules
-
-    def _rules_without(self, keys: Collection[str]) -> dict[str, str | None]:
-        """The rules for paths, without those that only the paths of these keys fit."""
-        paths = [path.removeprefix(self.start) for path in self.stored]
-        rest = [path for path in paths if fold_key(path) not in keys]
-        names = self.options.names
-        return {old: new for old, new in names.items() if any(matches(old, x) for x in rest)}

@@ -20,7 +20,7 @@ from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, itemsize
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import parameters
-from penzai_shard.checkpoints.filling import Bounds, Source, find_bounds
+from penzai_shard.checkpoints.filling import Bounds, Source, find_bounds, refuse_numbers
 from penzai_shard.checkpoints.matching import match, read_options
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
@@ -186,9 +186,7 @@ def _cast(leaf: Leaf, array: jax.Array) -> jax.Array:
     cast = array.astype(leaf.dtype)
     # JAX wraps integers, and cuts off what is behind the point.
     if leaf.dtype.kind in "iu" and bool((cast != array).any()):
-        what = f"it has numbers of {array.dtype} that {leaf.dtype} cannot hold"
-        problem = Problem(leaf.path, what, f"Give an array of {array.dtype}.")
-        raise errors.CheckpointMismatchError("numbers do not fit:", [problem])
+        refuse_numbers(leaf.path, array.dtype, leaf.dtype)
     return cast
 
 

@@ -7,16 +7,13 @@ import contextlib
 import gc
 import os
 import pathlib
-import random
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
-import orbax.checkpoint.experimental.v1  # noqa: F401 (forks need not import it)
 import pytest
 
 import penzai_shard as pzs
@@ -69,30 +66,6 @@ def test_begin_save_refuses_a_second_saver_and_a_path_that_was_taken_meanwhile(t
 # The program
 
 
-def save_for_ever(path, least, pipe):
-    try:
-        value = restore(path)
-        while value >= least:
-            value += 1
-            save(path, value)
-            os.write(pipe, b".")
-    finally:
-        os._exit(1)
-
-
-def kill_saves(path):
-    """Each process is a fork of this one, which has begun nothing, and reads what is there."""
-    for least, kill in zip((0, 1, 1, 1), (signal.SIGKILL, signal.SIGTERM) * 2, strict=True):
-        read, write = os.pipe()
-        if not (process := os.fork()):
-            save_for_ever(path, least, write)
-        os.close(write)
-        assert os.read(read, 1)
-        time.sleep(random.uniform(0, 0.2))
-        os.kill(process, kill)
-        assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
-
-
 class Stopped(BaseException):
     """Takes the place of a kill."""
 
@@ -143,8 +116,6 @@ def stop_save(path, value, name, stop):
 
 
 def main(folder):
-    kill_saves(folder / "killed" / "may")
-    assert restore(folder / "killed" / "may")
     # What there is now is not looked through for each failure.
     gc.freeze()
     steps, path = Steps(folder), folder / "stopped" / "may"

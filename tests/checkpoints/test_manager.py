@@ -368,14 +368,14 @@ def save_until_killed(folder, pipe):
 def kill_savers(folder):
     """Each process is a fork of this one, which has begun nothing; the newest step at the end."""
     moments, done = random.Random(0), 0
-    for _ in range(3):
+    for kill in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         read, write = os.pipe()
         if not (process := os.fork()):
             save_until_killed(folder, write)
         os.close(write)
         said = b"".join(os.read(read, 1) for _ in range(moments.randint(4, 8)))
         time.sleep(moments.uniform(0, 0.1))
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, kill)
         assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
         said += os.read(read, 1000)
         done = max(done, *said)

@@ -52,22 +52,15 @@ def misspelt(draw, text):
     return text[:place] + text[place + 1 :]
 
 
-def wrong_pattern(draw):
-    end = draw.choice(["up.w", "down.w"])
-    wrong = f"net/block_*/{misspelt(draw, end.split('.')[0])}.w"
-    return ZEROS, {"names": {wrong: f"net/block_*/{end}"}}, ""
-
-
-def wrong_path(draw):
+def wrong_rule(draw):
+    """A pattern, a path, or what it becomes is misspelt."""
+    start, stem = draw.choice(["net/block_*/", "*/block_*/"]), draw.choice(["up", "down"])
+    right, wrong = f"{start}{stem}.w", f"{start}{misspelt(draw, stem)}.w"
     path = draw.choice(["head.w", "scale", "net/block_1/up.w"])
-    return ZEROS, {"names": {misspelt(draw, path): path}}, ""
-
-
-def wrong_target(draw):
-    end = draw.choice(["up.w", "down.w"])
-    pattern = draw.choice(["net/block_*/", "*/block_*/"])
-    wrong = f"{pattern}{misspelt(draw, end.split('.')[0])}.w"
-    return ZEROS, {"names": {f"{pattern}{end}": wrong}}, f"net/block_{draw.randrange(3)}/{end}"
+    rules = {wrong: right}, {misspelt(draw, path): path}, {right: wrong}
+    paths = "", "", f"net/block_{draw.randrange(3)}/{stem}.w"
+    names, named = draw.choice([*zip(rules, paths, strict=True)])
+    return ZEROS, {"names": names}, named
 
 
 def other_paths(draw):
@@ -111,19 +104,12 @@ def renamed_in_one_array(draw):
     return with_axes(path, ("features", AXES[path][1]), features=SIZES[AXES[path][0]]), {}, path
 
 
-def other_order(draw):
+def other_form(draw):
+    """Another order of axes, dtype, or sizes."""
     path = draw.choice([path for path in AXES if path != "scale"])
-    return with_axes(path, AXES[path][::-1]), {}, path
-
-
-def other_dtype(draw):
-    path = draw.choice([*AXES])
-    return ZEROS | {path: pz.nx.zeros(ZEROS[path].named_shape, dtype="int32")}, {}, path
-
-
-def other_sizes(draw):
-    path = draw.choice([*AXES])
-    return with_axes(path, AXES[path], embed=3, mlp=3), {}, path
+    forms = [with_axes(path, AXES[path][::-1]), with_axes(path, AXES[path], embed=3, mlp=3)]
+    forms += [ZEROS | {path: pz.nx.zeros(ZEROS[path].named_shape, dtype="int32")}]
+    return draw.choice(forms), {}, path
 
 
 def fewer_arrays(draw):
@@ -149,9 +135,9 @@ def wrong_choice(draw):
     return ZEROS, {option: wrong, "others": "keep"}, wrong
 
 
-MISTAKES = [wrong_pattern, wrong_path, wrong_target, other_paths, unlike_path, exchanged_rules]
-MISTAKES += [one_path_twice, wrong_axis, renamed_axis, renamed_in_one_array, other_order]
-MISTAKES += [other_dtype, other_sizes, fewer_arrays, more_arrays, stacked, wrong_choice]
+MISTAKES = [wrong_rule, wrong_rule, other_paths, unlike_path, exchanged_rules, one_path_twice]
+MISTAKES += [wrong_axis, renamed_axis, renamed_in_one_array, other_form, other_form, fewer_arrays]
+MISTAKES += [more_arrays, stacked, wrong_choice]
 
 
 def apply_fix(problem, wanted, options):

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
-from penzai.toolshed import lora
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
@@ -214,21 +213,6 @@ def test_linen_into_penzai_and_back(tmp_path, way):
     for name in shapes:
         pairs = (tree["params"][name]["kernel"].value for tree in (back, flax))
         np.testing.assert_array_equal(*map(numbers, pairs))
-
-
-def test_adapters_alone_by_move_and_by_checkpoint(tmp_path):
-    base = penzai_mlp(1)
-    tuned, fresh = (
-        lora.loraify_linears_in_selection(pz.select(x), 2, jax.random.key(i))
-        for i, x in enumerate((MLP, base))
-    )
-    tuned = pzs.with_params(tuned, {k: v + 1 for k, v in pzs.param_dict(tuned).items()})
-    adapters = {path: x for path, x in params(tuned).items() if "LoRA" in path}
-    path = pzs.save_params(tmp_path / "adapters", tuned, only="**/LoRA_?/**")
-    options = {"others": "keep", "only": "**/LoRA_?/**"}
-    assert params(fresh).keys() > adapters.keys() > set()
-    for filled in (pzs.restore_params(path, fresh, **options), move(tuned, fresh, **options)):
-        assert params(filled) == params(fresh) | adapters
 
 
 def test_move_blocks_into_the_other_structure():

@@ -11,10 +11,7 @@ from jax.sharding import NamedSharding
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints import filling, parameters
-from penzai_shard.checkpoints.records import read_manifest
-from penzai_shard.checkpoints.saving import begin_save
 from tests.checkpoints.safetensors_files import write_one
 from tests.checkpoints.trees import assert_lies, blank, contents, paths_of
 
@@ -125,17 +122,6 @@ def test_save_params_64_bits_where_jax_has_32(tmp_path):
         pzs.restore_params(path, wide)
     with jax.enable_x64(True):
         assert contents(pzs.restore_params(path, wide)) == contents(wide)
-
-
-def test_begin_save_with_copy_saves_what_was_there(tmp_path):
-    arrays = {"jax": jnp.asarray(NUMBERS[0]), "numpy": NUMBERS[0].copy()}
-    expected = contents(arrays)
-    options = {"copy": True, "metadata": {"step": 3}}
-    finish = begin_save("save", tmp_path / "a", leaves_of(arrays), "params", **options)
-    arrays["numpy"][:] = 0
-    jax.jit(lambda x: x * 0, donate_argnums=0)(arrays["jax"]).block_until_ready()
-    assert contents(pzs.restore_params(finish(), arrays)) == expected
-    assert read_manifest(tmp_path / "a").metadata == {"step": 3}
 
 
 # Refusals
