@@ -51,9 +51,8 @@ _RANKED = {
     "Memory": ("Most memory", ("per device", "at the peak")),
     "Collectives": ("Most traffic", ("sent",)),
 }
-# These take no memory of their own: outputs that of donated arrays, or of the peak, and the peak
-# says whose the temporaries are.
-_NOT_RANKED = {"outputs", "donated", "temporaries", "unused"}
+# These are taken off, or said once more by layer: the temporaries at the peak.
+_NOT_RANKED = {"donated", "temporaries", "unused"}
 # Whatever a name says, nothing of it is run or loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -279,7 +278,13 @@ def _find_largest(root: Node, columns: Sequence[str]) -> list[tuple[str, Node, f
         return [(path, one, sum(one.sums.get(c, 0) for c in columns)) for path, one in nodes]
 
     skipped = _NOT_RANKED if columns[-1] in root.sums else _NOT_RANKED - {"temporaries"}
-    found = [item for item in read("", root) if item[0] not in skipped]
+    # Outputs take the memory of donated arrays before other memory.
+    donated = sum(size for path, _, size in read("", root) if path == "donated")
+    found = [
+        (path, node, size + donated * (path == "outputs"))
+        for path, node, size in read("", root)
+        if path not in skipped
+    ]
     whole, opened = sum(size for *_, size in found), set()
     while found:
         found.sort(key=lambda item: item[-1], reverse=True)
