@@ -34,7 +34,7 @@ from tests.checkpoints.safetensors_files import (
 )
 from tests.checkpoints.test_damages import TEXTS, change_field, choose, draw_verdicts
 
-COUNT = int(os.environ.get("DAMAGES", "30"))
+COUNT = int(os.environ.get("DAMAGES", "45"))
 WIDE = pzs.make_mesh({"data": 4, "model": 2})
 RULES = {"a": "data", "b": "model"}
 # The first file of two has every other tensor.
