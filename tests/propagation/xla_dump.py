@@ -20,25 +20,15 @@ from jax.sharding import PartitionSpec as P
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.propagation.flat import propagate_lowered
-from tests.layouts.transformers import loss_fn, make_builder, make_tokens
-
-DATA, TWO = {"data": 8}, {"data": 4, "model": 2}
-LAYOUTS = {
-    "data parallel": (Layout.data_parallel(), DATA),
-    "fully sharded": (Layout.fully_sharded(min_size=128), DATA),
-    "tensor parallel": (Layout.tensor_parallel(), TWO),
-    "rolled stack": (Layout.zero1(min_size=128), TWO),
-    "accumulation": (Layout.two_dimensional(min_size=128), TWO),
-}
-# Constants are copied at will; others hand on, or pin.
-PASSED_BY = {"constant", "return", "reshard", "sharding_constraint", "mesh", "iota", "while"}
-PASSED_BY |= {"optimization_barrier"}
+from tests.layouts.transformers import loss_fn, make_builder
 
 
-def lower_step(name):
-    """A train step of a Llama, and its mesh."""
-    layout, sizes = LAYOUTS[name]
-    mesh, is_rolled = pzs.make_mesh(sizes), name == "rolled stack"
+def struct(shape, mesh, *spec, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def compile_llama(layout, sizes, is_rolled=False, accumulate_steps=1):
+    mesh = pzs.make_mesh(sizes, abstract=True)
     make = make_builder(blocks=1 + is_rolled, stacked=is_rolled)
     state, step = layout.build(
         lambda: pzs.roll_layer_stacks().apply(make()) if is_rolled else make(),
@@ -47,20 +37,16 @@ def lower_step(name):
         optimizer=optax.adamw(1e-2),
         rng=jax.random.key(1),
         batch_axis=0,
-        accumulate_steps=2 if name == "accumulation" else 1,
+        accumulate_steps=accumulate_steps,
     )
-    batch = layout.shard_batch({"tokens": make_tokens(16)}, mesh, first_axis="batch")
-    return step.lower(state, **batch), mesh
+    return pzs.compile_step(step, state, tokens=struct((16, 9), mesh, "data", dtype="int32"))
 
 
-def lower_scanned():
+def compile_scanned():
     """Layers in a loop, whole weights, split momentum; no constraint, so that the form decides."""
-    mesh = pzs.make_mesh(TWO)
+    mesh = pzs.make_mesh(TWO, abstract=True)
     shapes = {"table": (32, 16), "up": (3, 16, 32), "down": (3, 32, 16)}
-    specs = {"table": P(None, "data"), "up": P(None, "data"), "down": P(None, None, "data")}
-
-    def struct(shape, spec, dtype="float32"):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    specs = {"table": (None, "data"), "up": (None, "data"), "down": (None, None, "data")}
 
     def loss(w, tokens):
         turn = jax.checkpoint(lambda x, w: (x + jax.nn.gelu(x @ w[0]) @ w[1], None))
@@ -68,16 +54,31 @@ def lower_scanned():
         logits = x @ w["table"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
+    @jax.jit
     def run_step(w, momentum, tokens):
         momentum = jax.tree.map(lambda m, g: m / 2 + g, momentum, jax.grad(loss)(w, tokens))
         return jax.tree.map(lambda w, m: w - m, w, momentum), momentum
 
-    given = [
-        {name: struct(shapes[name], s[name]) for name in s}
-        for s in ({}.fromkeys(specs, P()), specs)
-    ]
-    jitted = jax.jit(run_step, out_shardings=jax.tree.map(lambda x: x.sharding, tuple(given)))
-    return jitted.lower(*given, struct((16, 8), P("data"), "int32")), mesh
+    w = {name: struct(shape, mesh) for name, shape in shapes.items()}
+    momentum = {name: struct(shape, mesh, *specs[name]) for name, shape in shapes.items()}
+    tokens = struct((16, 8), mesh, "data", dtype="int32")
+    return pzs.compile_step(run_step, w, momentum, tokens)
+
+
+DATA, TWO = {"data": 8}, {"data": 4, "model": 2}
+STEPS = {
+    "data parallel": lambda: compile_llama(Layout.data_parallel(), DATA),
+    "fully sharded": lambda: compile_llama(Layout.fully_sharded(min_size=128), DATA),
+    "tensor parallel": lambda: compile_llama(Layout.tensor_parallel(), TWO),
+    "rolled stack": lambda: compile_llama(Layout.zero1(min_size=128), TWO, True),
+    "accumulation": lambda: compile_llama(
+        Layout.two_dimensional(min_size=128), TWO, accumulate_steps=2
+    ),
+    "scanned": compile_scanned,
+}
+# Constants are copied at will; others hand on, or pin.
+PASSED_BY = {"constant", "return", "reshard", "sharding_constraint", "mesh", "iota", "while"}
+PASSED_BY |= {"optimization_barrier"}
 
 
 def key(kind, type_text, spec):
@@ -112,15 +113,14 @@ def read_ours(program):
 
 
 def compare(name, folder):
-    lowered, mesh = lower_scanned() if name == "scanned" else lower_step(name)
-    shardings = jax.tree.leaves(lowered.compile().output_shardings)
+    step = STEPS[name]().step
     dump = max(folder.glob("shardy/*run_step*/02*.mlir"), key=lambda path: path.stat().st_mtime_ns)
-    program = propagate_lowered(lowered)
+    program = propagate_lowered(step.lowered)
     xla, ours = read_dump(dump.read_text(encoding="utf-8")), read_ours(program)
-    values = [program.values[number] for number in program.results]
+    specs = [P(*program.values[number].spec or ()) for number in program.results]
     are_equal = all(
-        theirs.is_equivalent_to(NamedSharding(mesh, P(*value.spec or ())), len(value.shape))
-        for value, theirs in zip(values, shardings, strict=True)
+        array.sharding.is_equivalent_to(NamedSharding(step.mesh, spec), len(array.shape))
+        for spec, array in zip(specs, step.results, strict=True)
     )
     return xla.total(), (xla & ours).total(), are_equal
 
@@ -129,7 +129,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         dumping = f"--xla_dump_hlo_pass_re=shardy.* --xla_dump_to={folder}"
         os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {dumping}"
-        found = {name: compare(name, pathlib.Path(folder)) for name in [*LAYOUTS, "scanned"]}
+        found = {name: compare(name, pathlib.Path(folder)) for name in STEPS}
     print(json.dumps(found))
 
 
