@@ -10,7 +10,6 @@ import subprocess
 import jax
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
@@ -24,11 +23,6 @@ HOSTILE = "<script>alert(1)</script><img src=x>\x1b[31m"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def struct(shape, spec=None):
-    sharding = None if spec is None else jax.NamedSharding(MESH, spec)
-    return jax.ShapeDtypeStruct(shape, "int32", sharding=sharding)
-
-
 @functools.cache
 def trained():
     """A train state of shapes, and its compiled step."""
@@ -39,7 +33,9 @@ def trained():
         optimizer=optax.adam(1e-3),
         rng=jax.random.key(0),
     )
-    return state, pzs.compile_step(step, state, tokens=struct((8, 9), P("data")))
+    sharding = jax.NamedSharding(MESH, jax.P("data"))
+    tokens = jax.ShapeDtypeStruct((8, 9), "int32", sharding=sharding)
+    return state, pzs.compile_step(step, state, tokens=tokens)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +46,7 @@ def trained_page(tmp_path_factory):
 
 
 def write_wrong(path, rules):
-    hostile = {HOSTILE: pz.nx.NamedArray({"odd": 6, HOSTILE: 4}, struct((6, 4)))}
-    return page.report(hostile, MESH, rules, path=path)
+    return page.report({HOSTILE: pz.nx.ones({"odd": 6, HOSTILE: 4})}, MESH, rules, path=path)
 
 
 def words(path):
@@ -71,8 +66,7 @@ def test_page_is_one_file_that_says_what_the_reports_say(trained_page, tmp_path)
     said = words(trained_page)
     for one in (LAYOUT.plan(state, MESH), step.memory, step.collectives):
         report = one.report()
-        for line in (report.verdict, *report.notes):
-            assert " ".join(line.split()) in said
+        assert all(" ".join(line.split()) in said for line in (report.verdict, *report.notes))
     # From where layouts come, and what each rule costs.
     assert "constraint layer transformer/block_*/attention" in said.partition("Findings nothing")[2]
     assert re.search(r"'heads' -> 'model' [\d.]+ KiB [\d.]+ KiB", said)

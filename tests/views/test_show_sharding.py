@@ -56,16 +56,15 @@ def read_drawing(array):
 def check(array, sharding, shape, names):
     """That parts and drawing are what JAX says; a dimension that is not drawn is whole."""
     wanted = {
-        device.id: {
-            name: index.indices(length)[:2]
-            for name, index, length in zip(names, indices, shape, strict=True)
-        }
+        device.id: tuple(map(lambda own, length: own.indices(length)[:2], indices, shape))
         for device, indices in sharding.devices_indices_map(shape).items()
     }
-    held = {i: part.intervals for part in array.parts for i in part.devices}
-    assert {i: dict(zip(names, own, strict=True)) for i, own in held.items()} == wanted
-    whole = {name: (0, length) for name, length in zip(names, shape, strict=True)}
-    assert {device: whole | where for device, where in read_drawing(array).items()} == wanted
+    assert {i: part.intervals for part in array.parts for i in part.devices} == wanted
+    lengths = dict(zip(names, shape, strict=True))
+    assert {
+        device: tuple(where.get(name, (0, length)) for name, length in lengths.items())
+        for device, where in read_drawing(array).items()
+    } == wanted
 
 
 @pytest.mark.parametrize("seed", range(24))
