@@ -65,6 +65,7 @@ _NAMES = {
     "training.stateful_trainer": "StatefulTrainer",
     "training.step": "build_eval_step_fn build_train_step_fn",
     "training.train_state": "TrainState train_state_sharding",
+    "views.page": "report",
     "views.sharding": "show_sharding",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

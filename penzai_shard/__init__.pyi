@@ -98,6 +98,7 @@ from penzai_shard.training.step import build_eval_step_fn as build_eval_step_fn
 from penzai_shard.training.step import build_train_step_fn as build_train_step_fn
 from penzai_shard.training.train_state import TrainState as TrainState
 from penzai_shard.training.train_state import train_state_sharding as train_state_sharding
+from penzai_shard.views.page import report as report
 from penzai_shard.views.sharding import show_sharding as show_sharding
 
 __version__: str
