@@ -111,9 +111,11 @@ def test_saving_holds_one_tensor_in_host_memory(tmp_path):
     assert peak < 4 * 4
 
 
-def test_several_processes_are_told_what_to_do(tmp_path, monkeypatch):
+def test_several_processes_and_swapped_arguments_are_told_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert "save_params" in refused(ShardingError, save, tmp_path / "saved", OWN)[""].fix
+    (swapped,) = refused(RuleTypeError, save, OWN, str(tmp_path)).values()
+    assert "swapped" in swapped.what
 
 
 # The folder
@@ -184,7 +186,7 @@ def test_tokens_that_were_added_are_zeros_and_are_cut_off(tmp_path):
     for path in ("transformer/embedder.embeddings", "transformer/lm_head.weights"):
         added = pzs.param_dict(model)[path].unwrap("vocabulary", "embedding")[40:]
         np.testing.assert_array_equal(added, np.zeros((8, 16)))
-    path = save(tmp_path / "saved", model, config=LLAMA)
+    path = save(tmp_path / "saved", pzs.jit_root().apply(model), config=LLAMA)
     stored = load_file(tmp_path / "saved" / FILE)
     for name, tensor in draw_tensors("llama").items():
         assert stored[name].tobytes() == tensor.tobytes(), name
@@ -206,28 +208,29 @@ def test_embeddings_that_are_no_longer_tied_are_not_saved_as_tied(tmp_path, llam
     assert "tie_word_embeddings=False" in problems["lm_head.weight"].fix
 
 
+# Also where blocks are stacked, and layers wrapped.
 @pytest.mark.parametrize(
-    ("name", "changed", "path"),
+    ("name", "stacked", "changed", "path"),
     [
-        ("llama_one_key_head", {"rope_theta": 1e4}, "ApplyRoPE.max_wavelength"),
-        ("llama", {"rms_norm_eps": 1e-2}, "RMSStandardize.epsilon"),
-        ("mistral", {"sliding_window": 7}, "SlidingWindowAttentionMask.sliding_window_size"),
-        ("gemma2_alike", {"attn_logit_softcapping": 20.0}, "TanhSoftCap.soft_cap"),
-        ("gemma2_alike", {"query_pre_attn_scalar": 99}, "ConstantRescale.by"),
-        ("gpt_neox", {"layer_norm_eps": 1e-2}, "Standardize.epsilon"),
-        ("llama", {"rope_parameters": LINEAR}, "ApplyScaledRoPE.factor"),
+        ("llama_one_key_head", False, {"rope_theta": 1e4}, "ApplyRoPE.max_wavelength"),
+        ("llama", True, {"rms_norm_eps": 1e-2}, "RMSStandardize.epsilon"),
+        ("mistral", True, {"sliding_window": 7}, "SlidingWindowAttentionMask.sliding_window_size"),
+        ("gemma2_alike", True, {"attn_logit_softcapping": 20.0}, "TanhSoftCap.soft_cap"),
+        ("gemma2_alike", False, {"query_pre_attn_scalar": 99}, "ConstantRescale.by"),
+        ("gpt_neox", False, {"layer_norm_eps": 1e-2}, "Standardize.epsilon"),
+        ("llama", True, {"rope_parameters": LINEAR}, "ApplyScaledRoPE.factor"),
     ],
 )
-def test_a_configuration_that_computes_otherwise_is_refused(tmp_path, name, changed, path):
-    config = CONFIGS[name]
-    for stacked in (False, True):
-        abstract = model_of_config(config, dtype="float32", use_layer_stack=stacked)
-        zeros = {key: pz.nx.zeros(x.named_shape) for key, x in pzs.param_dict(abstract).items()}
-        model = pzs.jit_root().apply(pzs.with_params(abstract, zeros))
-        options = {"config": config | changed}
-        (found,) = refused(CheckpointMismatchError, save, tmp_path / "saved", model, **options)
-        assert found.endswith(path)
-    save(tmp_path / "saved", model, config=config)
+def test_a_configuration_that_computes_otherwise_is_refused(tmp_path, name, stacked, changed, path):
+    abstract = model_of_config(CONFIGS[name], dtype="float32", use_layer_stack=stacked)
+    zeros = {
+        key: pz.nx.wrap(np.zeros([*x.named_shape.values()], "float32"), *x.named_shape)
+        for key, x in pzs.param_dict(abstract).items()
+    }
+    model = pzs.jit_root().apply(pzs.with_params(abstract, zeros))
+    options = {"config": CONFIGS[name] | changed}
+    (found,) = refused(CheckpointMismatchError, save, tmp_path / "saved", model, **options)
+    assert found.endswith(path)
 
 
 def test_a_model_of_another_configuration_is_refused_with_all_that_differs(tmp_path, llama):
