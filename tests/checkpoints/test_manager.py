@@ -68,8 +68,6 @@ def choose_one_by_one(keep_last, keep_every, best, metrics):
 
 
 LOSSES = st.sampled_from([0.0, 1.0, 2.5, -1.0, math.nan, math.inf, -math.inf])
-
-
 KEEPING = {
     "keep_last": st.none() | st.integers(1, 4),
     "keep_every": st.none() | st.integers(1, 5),
@@ -293,7 +291,8 @@ def test_restore_names_the_steps_that_are_there(run, tmp_path):
     assert not (tmp_path / "none").exists()
     # Not that of another run beside it.
     assert run.path not in caught.value.problems[0].fix
-    # Of the run itself the newest one.
+    # Of the run itself the newest one, whatever is beside it.
+    pzs.save_train_state(tmp_path / "runs", make_state())
     with pytest.raises(pzs.CheckpointNotFoundError) as caught:
         pzs.restore_train_state(run.path, make_state())
     assert caught.value.problems[0].fix == f"Write {run.path_of(7)!r}."

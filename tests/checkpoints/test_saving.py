@@ -1,5 +1,7 @@
 """What is saved comes back to the bit, on any layout and in any form, or is refused."""
 
+import ctypes
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +177,18 @@ def test_save_params_and_restore_params_refuse_paths(tmp_path):
         with pytest.raises(pzs.RuleTypeError) as caught:
             pzs.save_params(wrong, arrays)
         assert "Array" not in str(caught.value)
+
+
+def test_save_params_replaces_nothing_where_directories_cannot_be_exchanged(tmp_path, monkeypatch):
+    arrays = {"w": jnp.ones(2)}
+    path = pzs.save_params(tmp_path / "a", arrays)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda _: object())
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            pzs.save_params(path, {"w": jnp.zeros(2)}, overwrite=True)
+    assert (paths_of(caught), bool(caught.value.problems[0].fix)) == ({path}, True)
+    assert contents(pzs.restore_params(path, blank(arrays))) == contents(arrays)
+    assert [*tmp_path.iterdir()] == [tmp_path / "a"]
 
 
 @pytest.mark.parametrize("verify", [True, False])
