@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.causes.ways import Loss, base
-from penzai_shard.causes.words import StepWords, WhyLoss, fold_blocks, rule_text
+from penzai_shard.causes.words import StepWords, WhyCause, WhyLoss, fold_blocks, rule_text
 from penzai_shard.inspection.attribution import Collective, Part
 from penzai_shard.inspection.collectives import UNATTRIBUTED, wire_bytes
 from penzai_shard.inspection.compiling import CompiledStep
@@ -149,6 +149,8 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
                 told.sort(key=lambda loss: f"params/{loss.gathered}" != path)
                 because += told[:1]
             if not because and any("/shard_map/" in name for name in part.names):
-                because.append(words.shard_map(one.axes_text, part.names[0]))
+                layer = " + ".join(part.layers)
+                cause, text = WhyCause(one.axes_text, "shard_map", layer), "a shard_map asks for it"
+                because.append(WhyLoss("asked", cause, "a shard_map", layer, text))
             rows.append(Explained(one, part, tuple(because)))
     return BecauseReport(tuple(rows), compiled)

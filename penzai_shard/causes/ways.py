@@ -148,7 +148,7 @@ class Ways:
                 *_, value, operation = found
                 way = (operation, *way)
             ends.append((value, way))
-            maker = self._find_repeating(value)
+            maker = self._find_repeating(value, mesh_axis)
             if maker is None:
                 break
             if value not in seen:
@@ -170,7 +170,7 @@ class Ways:
         found = (one for one in self._arrivals.get(value, ()) if overlap(one[1], mesh_axis))
         return min(found, key=lambda one: one[0], default=None)
 
-    def _find_repeating(self, value: int) -> Operation | None:
+    def _find_repeating(self, value: int, mesh_axis: str) -> Operation | None:
         """The operation behind a value's constraint, if that only says what its operands say.
 
         On Explicit meshes JAX pins each value to the layout that its type has, by a constraint with
@@ -180,8 +180,10 @@ class Ways:
         if pinning is None or pinning.kind != "sdy.sharding_constraint":
             return None
         (before,) = pinning.operands
-        if before in self.program.laid_out and self.values[before].spec == self.values[value].spec:
-            return pinning  # It repeats what an argument has.
+        i, own = self.find_dimension(value, mesh_axis), self.values[value].spec
+        given = self.values[before].spec if before in self.program.laid_out else None
+        if own and given and i is not None and own[i] == given[i]:
+            return pinning  # An argument has it there already.
         maker = self.makers.get(before)
         is_of_type = maker is not None and not maker.pin and maker.name == pinning.name
         return maker if is_of_type else None
@@ -191,13 +193,12 @@ class Ways:
         if operation.rule is None:
             return []
         kept = _factors_of(operation.rule.results)
-        return [
-            operand
-            for operand, axes in zip(
-                operation.operands, self._placed(operation.number), strict=False
-            )
-            if any(axis.factor in kept and overlap(axis.mesh_axis, mesh_axis) for axis in axes)
-        ]
+
+        def has(placed: Sequence[_Placed]) -> bool:
+            return any(x.factor in kept and overlap(x.mesh_axis, mesh_axis) for x in placed)
+
+        operands = zip(operation.operands, self._placed(operation.number), strict=False)
+        return [operand for operand, placed in operands if has(placed)]
 
     def _own_layout(self, value: int) -> tuple[CauseKind, Operation | None]:
         if value in self.program.laid_out:
@@ -226,12 +227,11 @@ class Ways:
         known = self.values[value]
         if value in self.program.laid_out:
             return None
-        takers = [
-            u for u in self.users.get(value, ()) if u.pin and u.pin.kind != "result of region"
-        ]
-        named = [u for u in takers if u.pin and u.pin.origin in known.origins.values()]
+        pins = [(u.pin, u) for u in self.users.get(value, ()) if u.pin]
+        takers = [(pin, taker) for pin, taker in pins if pin.kind != "result of region"]
+        named = [taker for pin, taker in takers if pin.origin in known.origins.values()]
         is_fixed = not all(known.is_open)
-        same = [u for u in takers if is_fixed and u.pin and u.pin.spec == known.spec]
+        same = [taker for pin, taker in takers if is_fixed and pin.spec == known.spec]
         return next(iter(named + same), None)
 
     # Losses

@@ -5,7 +5,6 @@ layer gives is the last value of the forward pass that its operations make, that
 others use, and that has the shape of what the layer gave while it was traced.
 """
 
-import collections
 import dataclasses
 import itertools
 import re
@@ -31,6 +30,9 @@ from penzai_shard.reports.report import Column, HasReport, Report
 RowKind = Literal["output", "gradient", "parameter", "result"]
 # What loops keep for the backward pass is written into large arrays.
 _STORE = "stablehlo.dynamic_update_slice"
+_PLAIN = (
+    "parameters as they were placed, gradients as their parameters, outputs of layers without any"
+)
 _PASSES = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim", FLOW})
 
 
@@ -40,16 +42,15 @@ class WhyRow:
 
     Attributes:
         kind: Whether it is what a layer gives, a gradient, a parameter or a result.
-        path: The label of the outermost layer that gives it, or its path.
+        path: The label of the layer that gives it, or its path.
         names: Its logical axes, as in a plan.
         shape: Its shape.
         spec: Its canonical spec, of mesh axes and parts of them.
         causes: Where each mesh axis of it comes from.
         losses: What got lost on the way to it.
         summed: The mesh axes over which devices sum up what they have of it.
-        layers: The labels of all layers that give it.
         is_plain: Whether tables leave it out: a parameter that lies as it was placed, a gradient
-            that lies as its parameter, the output of a layer in a layer with parameters.
+            that lies as its parameter, the output of a layer without parameters.
     """
 
     kind: RowKind
@@ -60,7 +61,6 @@ class WhyRow:
     causes: tuple[WhyCause, ...]
     losses: tuple[WhyLoss, ...]
     summed: tuple[str, ...]
-    layers: tuple[str, ...]
     is_plain: bool
 
     @property
@@ -68,13 +68,11 @@ class WhyRow:
         """Where its mesh axes come from, in short."""
         if not self.causes:
             return "whole" + f", summed over {', '.join(self.summed)}" * bool(self.summed)
-        sources: dict[str, list[str]] = {}
-        for cause in self.causes:
-            name = "" if cause.logical_axis is None else f" ({cause.logical_axis})"
-            # What is of the layer itself goes by its name there.
-            source = re.sub(rf"\b{re.escape(self.path)}[./]", "", cause.source)
-            sources.setdefault(source + name, []).append(cause.mesh_axis)
-        return "; ".join(f"{' and '.join(axes)} from {source}" for source, axes in sources.items())
+        names = (f" ({x.logical_axis})" if x.rule else "" for x in self.causes)
+        pairs = zip(self.causes, names, strict=True)
+        text = "; ".join(f"{x.mesh_axis} from {x.source}{name}" for x, name in pairs)
+        # What is of the layer itself goes by its name there.
+        return re.sub(rf"\b{re.escape(self.path)}[./]", "", text)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -121,8 +119,7 @@ class WhyReport(HasReport):
         facts = {"at": self.at, "arrays": [*map(dataclasses.asdict, self.rows)]}
         notes = [*self.words.step.notes]
         if hidden := len(self.rows) - len(shown):
-            what = "parameters as they were placed, gradients as their parameters, outputs within"
-            notes.append(f"what one expects has no row without at= ({hidden}): {what} layers")
+            notes.append(f"what one expects has no row without at= ({hidden}): {_PLAIN}")
         rows = [self._write(row) for row in shown]
         return Report(
             "Why", self._verdict(), columns, rows, notes, facts=facts, key=("array", "is")
@@ -143,13 +140,14 @@ class WhyReport(HasReport):
         mesh = self.words.step.mesh
         if mesh is None:
             return "no argument lies over a mesh: nothing is split"
-        counts = []
-        for kind in get_args(RowKind):
-            if rows := self.of_kind(kind):
-                split = sum(bool(row.causes) for row in rows)
-                counts.append(f"{split} of {len(rows)} {kind}{'s' * (len(rows) > 1)}")
+        kinds = {kind: self.of_kind(kind) for kind in get_args(RowKind)}
+        counts = (
+            f"{sum(bool(row.causes) for row in rows)} of {len(rows)} {kind}{'s' * (len(rows) > 1)}"
+            for kind, rows in kinds.items()
+            if rows
+        )
         verdict = f"on mesh ({mesh_text(mesh)}) are split: {', '.join(counts)}"
-        losses = {loss for row in self.lost for loss in row.losses if not loss.gathered}
+        losses = {loss for row in self.rows for loss in row.losses if not loss.gathered}
         places = {(loss.place, loss.cause.mesh_axis) for loss in losses}
         return verdict + f"; places where mesh axes got lost: {len(places)}" * bool(places)
 
@@ -199,20 +197,17 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
 def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
     """The rows about what fits a pattern, and about all that is in it."""
 
-    def names(row: WhyRow) -> list[str]:
-        return [row.path, *row.layers]
-
     patterns = f"{at}/**", f"**/{at}/**"
-    found = [row for row in rows if any(matches(p, name) for p in patterns for name in names(row))]
+    found = tuple(row for row in rows if any(matches(p, row.path) for p in patterns))
     if not found:
         # A name may begin with any of its pieces.
-        known = [name for row in rows for name in names(row)]
+        known = [row.path for row in rows]
         ends = ["/".join(name.split("/")[-1 - at.count("/") :]) for name in known]
         near = nearest(at, [*known, *ends])
         fix = f"Write at={near!r}." if near else "All names are in why(...).rows."
         problem = Problem("", f"no layer, parameter or result fits at={at!r}", fix, "unknown")
         raise SelectionError("why:", [problem])
-    return tuple(found)
+    return found
 
 
 # Rows
@@ -224,12 +219,11 @@ def _find_rows(words: StepWords) -> Iterator[WhyRow]:
     parameters = {v: array for v, array in words.arguments.items() if array.part == "parameters"}
     holders = {x for array in parameters.values() for x in step.layers.holders(array.path)}
     with_parameters = {y for x in holders for y in itertools.accumulate(x.split("/"), join_paths)}
-    for value, (labels, array) in _find_outputs(words).items():
-        named = [label for label in labels if label in with_parameters]
-        array = dataclasses.replace(array, path=[*named, *labels][0])
-        row = _make_row(words, "output", array, value, labels)
-        is_loser = any(loss.layer in labels and not loss.gathered for loss in row.losses)
-        yield dataclasses.replace(row, is_plain=not named and not is_loser)
+    for array, value in _find_outputs(words).items():
+        row = _make_row(words, "output", array, value)
+        is_loser = any(loss.layer == row.path and not loss.gathered for loss in row.losses)
+        is_plain = row.path not in with_parameters and not is_loser
+        yield dataclasses.replace(row, is_plain=is_plain)
     for array in parameters.values():
         if array.path in words.gradients:
             yield _make_row(words, "gradient", array, words.gradients[array.path])
@@ -241,9 +235,7 @@ def _find_rows(words: StepWords) -> Iterator[WhyRow]:
             yield _make_row(words, "result", array, value)
 
 
-def _make_row(
-    words: StepWords, kind: RowKind, array: StepArray, value: int, layers: tuple[str, ...] = ()
-) -> WhyRow:
+def _make_row(words: StepWords, kind: RowKind, array: StepArray, value: int) -> WhyRow:
     known, lost = words.ways.values[value], words.ways.lost(value)
     has = {axis for axes in known.spec or () for axis in axes}
     summed = tuple(dict.fromkeys(loss.mesh_axis for loss in lost if loss.reason == "reduced"))
@@ -251,40 +243,36 @@ def _make_row(
     # A gradient is brought to its layout, whatever was lost before.
     for loss in lost if kind != "gradient" else ():
         said = words.loss(loss)
-        is_here = loss.reason in ("used", "conflict") and said.layer in layers
+        is_here = loss.reason in ("used", "conflict") and said.layer == array.path
         # What has the mesh axis again, on another dimension, did not lose it.
         is_back = loss.mesh_axis in has and (kind == "output" or loss.result is None)
         if loss.reason != "reduced" and (is_here or not (is_back or said.gathered)):
             told[said] = None
     causes, spec, path = words.causes(value), specs.canonical(known.spec or ()), array.path
     is_own = all((one.kind, one.path) == ("parameter", path) for one in causes)
-    found = path, array.names, known.shape, spec, causes, tuple(told), summed, layers
+    found = path, array.names, known.shape, spec, causes, tuple(told), summed
     return WhyRow(kind, *found, is_plain=is_own and kind in ("gradient", "parameter"))
 
 
-def _find_outputs(words: StepWords) -> dict[int, tuple[tuple[str, ...], StepArray]]:
-    """The values that layers give, with the labels of the layers, the outermost first."""
+def _find_outputs(words: StepWords) -> dict[StepArray, int]:
+    """What layers give, in the order of the program: an array that goes by the layer's label."""
     layers = words.step.layers
     # Of layers that are called the same, the outermost.
     firsts = {layer.label: mark for mark, layer in reversed([*enumerate(layers.marked)])}
-    found: dict[tuple[int, StepArray], int] = {}
+    found: dict[StepArray, int] = {}
     for operation in words.ways.program.operations:
-        marks = [*dict.fromkeys(layers.find_marks(operation.name))]
-        if layers.phase(operation.name) == "forward":
-            for value, mark in itertools.product(operation.results, marks):
-                label, *_, outputs = layers.marked[mark]
-                shape = words.ways.values[value].shape
-                array = next((x for x in outputs if x.shape == shape), None)
-                if array is not None and firsts[label] == mark and _is_used(words, value, mark):
-                    found.pop((mark, array), None)
-                    found[mark, array] = value
-    values = collections.defaultdict(list)
-    for (mark, array), value in sorted(found.items(), key=lambda item: item[0][0]):
-        values[value].append((layers.marked[mark].label, array))
-    return {
-        value: (tuple(label for label, _ in values[value]), values[value][0][1])
-        for value in sorted(values)
-    }
+        marks = {*layers.find_marks(operation.name)}.intersection(firsts.values())
+        if layers.phase(operation.name) != "forward":
+            continue
+        for value, mark in itertools.product(operation.results, sorted(marks, reverse=True)):
+            label, *_, outputs = layers.marked[mark]
+            shape = words.ways.values[value].shape
+            array = next((x for x in outputs if x.shape == shape), None)
+            if array is not None and _is_used(words, value, mark):
+                array = dataclasses.replace(array, path=label)
+                found.pop(array, None)
+                found[array] = value
+    return found
 
 
 def _is_used(words: StepWords, value: int, mark: int) -> bool:

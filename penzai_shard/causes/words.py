@@ -19,18 +19,11 @@ from penzai_shard.inspection.layer_marks import MarkedLayer
 from penzai_shard.inspection.lowering import LoweredStep
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.jax_internals.compiler import kept_arguments
-from penzai_shard.layers import constraints
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.paths import fold_key
 from penzai_shard.programs import GRADIENT, OPTIMIZER
 from penzai_shard.propagation.flat import FLOW, Operation
 
-_CONSTRAINTS = (
-    constraints.ConstrainActivations,
-    constraints.ConstrainSharding,
-    constraints.ConstrainShardingByName,
-    GatherParameters,
-)
 _KINDS = {"parameters": "parameter", "inputs": "input", "outputs": "declared result"}
 _OPERATIONS = {
     "add_any": "a sum of gradients",
@@ -54,6 +47,7 @@ _REASONS = {
 _SAME_ARRAY = re.compile(
     r"flow|sdy\.sharding_constraint|stablehlo\.(convert|(dynamic_)?slice|reshape|transpose)"
 )
+_LAYERS = "penzai_shard.layers."
 _FRAME = re.compile(r'\("([^"]+)":(\d+):')
 _PATHS = re.compile(r"[\w.]+[/_][\w./]*")
 _OURS = pathlib.Path(__file__).parents[1]
@@ -102,11 +96,12 @@ class WhyLoss(NamedTuple):
     """Where a mesh axis got lost on the way to an array.
 
     Attributes:
-        reason: Why, in one word, as ``penzai_shard.causes.ways.Loss`` has it.
+        reason: Why, in one word, as ``penzai_shard.causes.ways.Loss`` has it; ``"asked"`` of what
+            a ``jax.shard_map`` asks for itself.
         cause: Where the mesh axis came from.
         place: The operation, with its layer.
         layer: The label of the layer, ``"loss"`` or ``"optimizer"``; empty if that is not known.
-        what: Why, in a sentence.
+        text: All of it in a sentence.
         gathered: The parameter that is only gathered for use there, which is no loss.
     """
 
@@ -114,18 +109,11 @@ class WhyLoss(NamedTuple):
     cause: WhyCause
     place: str
     layer: str
-    what: str
+    text: str
     gathered: str = ""
 
     def __str__(self) -> str:
-        axis = repr(self.cause.mesh_axis)
-        if self.reason == "reduced":
-            return f"devices sum over {axis} of {self.cause.source}{self.cause.by} at {self.place}"
-        if self.reason == "asked":
-            return f"{self.place} asks for it"
-        if self.gathered:
-            return f"{self.gathered} is gathered over {axis} for {self.place}"
-        return f"{axis} of {self.cause.source}{self.cause.by} is lost at {self.place}: {self.what}"
+        return self.text
 
 
 class StepWords:
@@ -187,16 +175,19 @@ class StepWords:
             fitting = (x for x in arrays if x and x.shape[len(x.shape) - rank :] == pinned.shape)
             names = next((x.names for x in fitting), None)
             return "constraint layer", layer.label, names and names[len(names) - rank :]
-        if array := self._find_gradient(operation) or self._find_update(operation):
+        array = self._find_gradient(operation)
+        if OPTIMIZER in operation.name.split("/"):
+            array = self.find_parameter(operation.operands[0])
+        if array is not None:
             is_own = array.spec == specs.canonical(pinned.spec or ())
             return "parameter" if is_own else "train step", array.path, array.names
         return cause.kind, _find_line(operation) or self.place(operation), None
 
     def find_constraint_layer(self, operation: Operation) -> MarkedLayer | None:
-        """The layer whose constraint an operation is."""
+        """The layer of this package whose constraint an operation is."""
         marks = self.step.layers.find_marks(operation.name) if operation.pin else []
         layer = self.step.layers.marked[marks[-1]] if marks else None
-        return layer if layer and isinstance(layer.layer, _CONSTRAINTS) else None
+        return layer if layer and type(layer.layer).__module__.startswith(_LAYERS) else None
 
     def _find_gradient(self, operation: Operation) -> StepArray | None:
         """The parameter whose gradient a train step pins by an operation."""
@@ -207,10 +198,6 @@ class StepWords:
         behind = scopes[scopes.index(GRADIENT) + 1 : -1]
         path = "/".join(["params", *(scope for scope in behind if not scope.startswith("jit("))])
         return next((array for array in self.step.arguments if array.path == path), None)
-
-    def _find_update(self, operation: Operation) -> StepArray | None:
-        is_update = OPTIMIZER in operation.name.split("/")
-        return self.find_parameter(operation.operands[0]) if is_update else None
 
     def find_parameter(self, value: int) -> StepArray | None:
         """The parameter that a value is, whole or one layer of a stack of it."""
@@ -233,27 +220,25 @@ class StepWords:
             is_sum: Whether all that counts is that devices sum over the mesh axis.
         """
         operation = loss.pinned_by or loss.operation
-        cause = self.cause(loss.operand, loss.mesh_axis)
-        name, size = cause.logical_axis, self.ways.values[loss.operand].shape[loss.dimension]
-        dim = f"dimension {loss.dimension} ({size})" if name is None else f"{str(name)!r} ({size})"
-        rival = self.cause(*loss.rival) if loss.rival else None
-        against = f"{rival.mesh_axis!r} of {rival.source}" if rival else ""
-        what = _REASONS.get(loss.reason, "").format(dim=dim, rival=against)
-        layer, place = self._owner(operation), self.place(operation)
+        cause, place = self.cause(loss.operand, loss.mesh_axis), self.place(operation)
+        layer, of = self._owner(operation), f"{loss.mesh_axis!r} of {cause.source}{cause.by}"
+        if is_sum or loss.reason == "reduced":
+            return WhyLoss("reduced", cause, place, layer, f"devices sum over {of} at {place}")
         # What else is split over the mesh axis wins, and the parameter is there for its use alone.
         holder = self.find_constraint_layer(operation)
         is_for_use = holder is not None and isinstance(holder.layer, GatherParameters)
         if loss.reason == "used" and loss.rival is not None:
             is_for_use = loss.rival[0] in operation.results
-        parameter = self.find_parameter(loss.operand) if is_for_use else None
-        gathered = parameter.path.removeprefix("params/") if parameter and not is_sum else ""
-        return WhyLoss("reduced" if is_sum else loss.reason, cause, place, layer, what, gathered)
-
-    def shard_map(self, mesh_axes: str, op_name: str) -> WhyLoss:
-        """What an operation in a ``jax.shard_map`` asks for itself."""
-        layer = self.step.layers.owner(op_name) or ""
-        cause, place = WhyCause(mesh_axes, "shard_map", layer), self._at("a shard_map", layer)
-        return WhyLoss("asked", cause, place, layer, "")
+        if is_for_use and (parameter := self.find_parameter(loss.operand)):
+            path = parameter.path.removeprefix("params/")
+            text = f"{path} is gathered over {loss.mesh_axis!r} for {place}"
+            return WhyLoss(loss.reason, cause, place, layer, text, path)
+        name, size = cause.logical_axis, self.ways.values[loss.operand].shape[loss.dimension]
+        dim = f"dimension {loss.dimension} ({size})" if name is None else f"{str(name)!r} ({size})"
+        rival = self.cause(*loss.rival) if loss.rival else cause
+        against = f"{rival.mesh_axis!r} of {rival.source}"
+        what = _REASONS[loss.reason].format(dim=dim, rival=against)
+        return WhyLoss(loss.reason, cause, place, layer, f"{of} is lost at {place}: {what}")
 
     def place(self, operation: Operation) -> str:
         """What an operation does, and its layer."""

@@ -33,8 +33,8 @@ def pinned(x, *spec):
     return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
 
 
-def manual(function, into, out, axes=("data", "model")):
-    options = {"mesh": MESH, "in_specs": into, "out_specs": out, "axis_names": {*axes}}
+def manual(function, spec, *axes):
+    options = {"mesh": MESH, "in_specs": spec, "out_specs": spec, "axis_names": {*axes}}
     return jax.shard_map(function, check_vma=False, **options)
 
 
@@ -77,27 +77,25 @@ class Drawn:
 
     def sources(self, mesh_axis):
         """Everything that has a mesh axis of its own."""
-        every = [("argument", i, spec or ()) for i, spec in enumerate(self.arguments)]
-        every += [
-            ("constraint", i, one[3]) for i, one in enumerate(self.operations) if one[0] == PINNED
-        ]
-        return {(kind, i) for kind, i, spec in every if mesh_axis in spec}
+        specs = {("argument", i): spec or () for i, spec in enumerate(self.arguments)}
+        for i, (kind, *_, spec) in enumerate(self.operations):
+            specs["constraint", i] = spec if kind == PINNED else ()
+        return {source for source, spec in specs.items() if mesh_axis in spec}
 
     def without(self, mesh_axis, sources):
         """A program like this one, some sources of which have a mesh axis no more."""
-        free = (None, mesh_axis)
-        arguments = [
-            spec and tuple(None if axis == mesh_axis else axis for axis in spec)
-            if ("argument", i) in sources
-            else spec
-            for i, spec in enumerate(self.arguments)
-        ]
-        operations = [
-            (*one, tuple(P.UNCONSTRAINED if axis in free else axis for axis in spec))
-            if ("constraint", i) in sources
-            else (*one, spec)
+
+        def take(source, spec, instead, *taken):
+            has_it = spec and source in sources
+            return tuple(instead if x in taken else x for x in spec) if has_it else spec
+
+        arguments = (
+            take(("argument", i), spec, None, mesh_axis) for i, spec in enumerate(self.arguments)
+        )
+        operations = (
+            (*one, take(("constraint", i), spec, P.UNCONSTRAINED, None, mesh_axis))
             for i, (*one, spec) in enumerate(self.operations)
-        ]
+        )
         return Drawn(tuple(arguments), tuple(operations))
 
     def find_ways(self):
