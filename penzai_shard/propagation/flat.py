@@ -104,7 +104,7 @@ class Pin(NamedTuple):
     spec: Spec
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Operation:
     """One operation; values go by their numbers.
 
@@ -179,7 +179,7 @@ def propagate_lowered(
 
 
 def read(module: Mlir) -> Propagated:
-    """Reads a module after ``passes.propagate``; its context has to be in force."""
+    """Reads a propagated module in the form of XLA; its context has to be in force."""
     return _Reader().read(module)
 
 

@@ -4,7 +4,7 @@ These are the passes that XLA runs, up to the one that propagates. Shardy's opti
 developers leave notes behind: which mesh axis went from where to where (edges), and which argument,
 result or constraint it came from at first (origins). Notes change no layout; the tests compare.
 
-Written for and run on jaxlib 0.10.2. https://openxla.org/shardy/propagation
+Written for and run on jaxlib 0.10.2 and 0.12.0. https://openxla.org/shardy/propagation
 """
 
 import re

@@ -8,9 +8,9 @@ and loops hand over; so a program in another form gets other layouts. Before it 
 3. lets loops capture what none of their turns changes;
 4. hands operations on in post-order: each one just after the last of what it needs.
 
-Without the third and fourth, layouts of a rolled stack were those of a step that takes four times
-as long. The tests compare with what XLA writes down (``--xla_dump_hlo_pass_re=shardy.*``).
-Read from and run on jaxlib 0.10.2. https://openxla.org/shardy/propagation
+Of 131 operations of a small loop, 71 are laid out otherwise without the second, 38 without the
+third, 3 without the fourth. The tests compare with what XLA itself writes down.
+Read from and run on jaxlib 0.10.2 and 0.12.0. https://openxla.org/shardy/propagation
 """
 
 import math
