@@ -77,9 +77,8 @@ def model_of_config(
     family, known = FAMILIES[config.family], config["vocab_size"]
     tokens = known if vocabulary is None else vocabulary
     problems = Problems(f"cannot build {config.source}:")
-    check_options(
-        problems, vocabulary, use_layer_stack=use_layer_stack, upcast_activations=upcast_activations
-    )
+    flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
+    check_options(problems, vocabulary, **flags)
     if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
         problems.add("use_layer_stack", f"this {config.family} cannot be stacked", "Leave it out.")
     if type(tokens) is int and tokens < known:

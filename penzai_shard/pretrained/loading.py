@@ -70,8 +70,9 @@ def load_safetensors(
         config: Attributes, the path of a ``config.json`` or of its folder, or a published name; by
             default the ``config.json`` beside the weights.
         into: A model to fill, as for ``restore_params``. It is not changed.
-        dtype: What numbers with a fraction become while they are read. By default they stay what
-            they are, or become what ``into`` has if ``allow="cast"`` lets them.
+        dtype: What numbers with a fraction become while they are read; Penzai's models are of
+            bfloat16 or float32. By default they stay what they are, or become what ``into`` has if
+            ``allow="cast"`` lets them.
         use_layer_stack: Whether the blocks become one ``pz.nn.LayerStack``.
         upcast_activations: Whether the model computes with float32, whatever its parameters are.
         vocabulary: How many tokens the model has, if more than are stored, so that mesh axes
@@ -98,9 +99,11 @@ def load_safetensors(
     Raises:
         CheckpointNotFoundError: There are no weights, or no configuration.
         CheckpointDamagedError: Files are not whole, or not as they were saved.
-        CheckpointMismatchError: Tensors are missing, left over, or of other shapes; or the
-            configuration asks for what Penzai's model does not compute. All of them are in it.
-        PlanError, MeshError, RuleTypeError: As ``make_plan``; or an option cannot be read.
+        CheckpointMismatchError: Tensors are missing, left over, of other shapes, or differ though
+            they are tied; or the configuration asks for what Penzai's model does not compute. All
+            of them are in it. Or it is a checkpoint, which ``restore_params`` reads.
+        PlanError, MeshError, RuleTypeError: As ``make_plan``; or options cannot be read, all of
+            which are in it; or Penzai has no models of the weights' dtype.
         MissingExtraError: safetensors is not installed.
 
     >>> import tempfile
@@ -192,10 +195,7 @@ def _match_tensors(
     # What was saved without a head has nothing in front of the names.
     base = family.prefix + family.blocks.partition(".")[0] + "."
     start = "" if any(name.startswith(base) for name in stored) else base
-    names = {
-        name: name if name in stored else tied.get(name, name).removeprefix(start)
-        for name in shapes
-    }
+    names = {x: x if x in stored else tied.get(x, x).removeprefix(start) for x in shapes}
     problems = Problems(headline)
     for tensor, shape in shapes.items():
         record = stored.get(names[tensor])

@@ -91,7 +91,8 @@ def save_safetensors(
             difference. Or ``names`` cannot be given so.
         CheckpointWriteError: The path is taken, or cannot be written.
         ShardingError: Some parameters have no values, or there are several processes.
-        RuleTypeError: An option cannot be read, or safetensors files have no such dtype.
+        RuleTypeError: Options cannot be read, all of which are in it; safetensors files have no
+            such dtype; or it is a train state.
         MissingExtraError: rich is not installed, and a bar is to be shown.
 
     >>> import tempfile
@@ -135,10 +136,8 @@ def save_safetensors(
         tensors = _cast(tensors, dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
         make = functools.partial(_join_tensor, parts, tensors, arrays)
-        with (
-            draw_progress(total, "bytes", progress is not False) as bar,
-            undo_on_failure(replacement),
-        ):
+        shown = progress is not False
+        with draw_progress(total, "bytes", shown) as bar, undo_on_failure(replacement):
             replacement.begin()
             replacement.new.mkdir()
             _write_files(replacement.new, tensors, make, max_file_bytes or total, bar)
