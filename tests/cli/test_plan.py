@@ -5,9 +5,6 @@ import sys
 
 import pytest
 
-from penzai_shard.cli import inputs
-from penzai_shard.cli.main import main
-
 MODEL = """
 import jax
 from penzai import pz
@@ -33,24 +30,12 @@ CONFIG = {
 INDIVISIBLE = "model.py:build --mesh data=4,model=4 --rules model.py:RULES"
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "model", raising=False)
-    inputs.read_object.cache_clear()
-    inputs._import_file.cache_clear()
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["penzai-shard", "plan", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -65,23 +50,25 @@ def run(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_plan_prints_a_table_and_needs_no_devices(run, call, answer):
-    status, out, _ = run(*call.split())
+    status, out, _ = run("plan", *call.split())
     assert status == 0
     assert answer in out
 
 
 def test_plan_json_has_rows_and_problems(run):
-    status, out, _ = run("model.py:tree", "--mesh", "data=4", "--rules", "embed=data", "--json")
+    status, out, _ = run(
+        "plan", "model.py:tree", "--mesh", "data=4", "--rules", "embed=data", "--json"
+    )
     data = json.loads(out)
     assert (status, data["problems"]) == (0, [])
     assert [(row["path"], row["shape"], row["spec"]) for row in data["rows"]] == [
         ("w", [8], ["data"])
     ]
     # A plan without a valid layout is an answer: no.
-    status, out, _ = run(*INDIVISIBLE.split(), "--json")
+    status, out, _ = run("plan", *INDIVISIBLE.split(), "--json")
     assert status == 1
     assert [problem["path"] for problem in json.loads(out)["problems"]] == ["bias"]
-    status, out, error = run(*INDIVISIBLE.split())
+    status, out, error = run("plan", *INDIVISIBLE.split())
     assert (status, out) == (1, "")
     assert "bias" in error
 
@@ -99,7 +86,7 @@ def test_plan_json_has_rows_and_problems(run):
     ],
 )
 def test_plan_of_a_mistake_says_what_to_write(run, call, fix):
-    status, out, error = run(*call.split())
+    status, out, error = run("plan", *call.split())
     assert (status, out) == (2, "")
     assert fix in error
     assert "Traceback" not in error

@@ -1,12 +1,8 @@
 """``penzai-shard price`` and ``bill``: what they print, the lock, and the exit status."""
 
 import json
-import sys
 
 import pytest
-
-from penzai_shard.cli import inputs
-from penzai_shard.cli.main import main
 
 STEP = """
 import jax
@@ -26,21 +22,9 @@ def build():
 """
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def _file(tmp_path):
     (tmp_path / "job.py").write_text(STEP)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    inputs.read_object.cache_clear()
-    inputs._import_file.cache_clear()
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["penzai-shard", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 def write_lock(path, rows, device="cpu"):

@@ -85,20 +85,12 @@ def test_fit_draws_no_more_batches_than_steps():
 
 
 @pytest.mark.parametrize(
-    ("batches", "path"),
-    [
-        (make_batch(0), "batches"),
-        (np.ones(3), "batches"),
-        ([(1, 2)], "batches"),
-        ([{1: np.ones(8)}], "batches"),
-        (3, "batches"),
-        (lambda: None, "batches"),
-    ],
+    "batches", [make_batch(0), np.ones(3), [(1, 2)], [{1: np.ones(8)}], 3, lambda: None]
 )
-def test_fit_refuses_what_is_no_batch(batches, path):
+def test_fit_refuses_what_is_no_batch(batches):
     with pytest.raises(pzs.RuleTypeError) as caught:
         train(batches, shard_batch=lambda batch: batch)
-    assert {problem.path for problem in caught.value.problems} == {path}
+    assert {problem.path for problem in caught.value.problems} == {"batches"}
     assert int(caught.value.state.step) == 0
 
 

@@ -51,13 +51,6 @@ def test_fit_finishes_the_step_and_saves_on_ctrl_c(tmp_path):
     assert train(checkpoint=tmp_path)[1] == losses_by_hand()[4:]
 
 
-def test_fit_ends_a_script_with_the_status_of_sigterm(tmp_path):
-    with pytest.raises(SystemExit) as caught:
-        train_and_act(terminate, checkpoint=tmp_path)
-    assert caught.value.code == 143
-    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
-
-
 @pytest.mark.parametrize("act", [interrupt, terminate])
 def test_fit_returns_the_state_if_told_so(act, capsys):
     state, losses = train_and_act(act, on_stop="return", progress=True)
@@ -83,6 +76,7 @@ def test_fit_takes_a_repeated_sigterm_as_one(tmp_path):
 
     with pytest.raises(SystemExit) as caught:
         train_and_act(act, checkpoint=tmp_path)
+    assert caught.value.code == 143
     assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
 
 

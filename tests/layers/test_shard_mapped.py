@@ -6,9 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 from penzai.models.transformer import model_parts, sampling_mode
@@ -149,12 +147,6 @@ def test_call_16_bits():
     check_equal(found, expected, 0.05)
 
 
-def test_call_explicit_mesh():
-    with jax.set_mesh(EXPLICIT):
-        output = fsdp(MLP, mesh=EXPLICIT)(pzs.place(X, EXPLICIT, BATCH))
-    assert output.data_array.sharding == NamedSharding(MESH, P("data"))
-
-
 def test_call_other_arguments():
     def compute(x, *, mask, plain):
         shapes.append((x.named_shape["batch"], mask.named_shape["batch"], plain.shape))
@@ -201,17 +193,6 @@ def test_call_random_streams():
     assert [len(part) for part in parts.values()] == [1] * 4
     assert len(set().union(*parts.values())) == 4
     assert int(stream.offset.value) == 1
-
-
-def test_step():
-    def loss_fn(model, rng, state, x):
-        loss = jnp.mean(model(x).data_array ** 2)
-        return loss, state, {"loss": loss}
-
-    options = {"root_rng": jax.random.key(0), "optimizer_def": optax.sgd(0.1), "loss_fn": loss_fn}
-    options |= {"mesh": MESH, "rules": PARAMETERS | {"embedding": None} | BATCH}
-    trainers = [pzs.StatefulTrainer.build(model=m, **options) for m in (MLP, fsdp(MLP))]
-    check_equal(*([t.step(x=X)["loss"] for _ in range(2)] for t in trainers))
 
 
 # Layers for one device's part

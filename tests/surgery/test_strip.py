@@ -195,14 +195,6 @@ def test_strip_refuses_what_it_cannot_take_off():
         assert fix in caught.value.problems[0].fix
 
 
-def test_strip_makes_a_rolled_stack_one_of_penzai():
-    model = llama(stacked=True)
-    edited = (pzs.roll_layer_stacks() + pzs.jit_root()).apply(model)
-    assert pz.select(edited).at_instances_of(pzs.RolledLayerStack).count() == 1
-    assert pzs.strip(edited) == model
-    assert sorted(names(edited)) == sorted(names(model))
-
-
 @pytest.mark.parametrize("make", [llama, penzai_mlp, counted_mlp, mlp_v1, equinox])
 def test_flatten_bare_gives_the_paths_of_the_bare_model(make):
     model = make()

@@ -51,10 +51,6 @@ def test_initial_state_of_equal_builds(name):
     assert jax.tree.structure(placed) == structures[0]
 
 
-def test_initial_state_of_another_depth():
-    assert jax.tree.structure(initial(llama())) != jax.tree.structure(initial(llama(kv_heads=1)))
-
-
 def change_first(kind, model, change):
     return pz.select(model).at_instances_of(kind).pick_nth_selected(0).apply(change)
 
@@ -176,13 +172,6 @@ def test_train_state_sharding_of_optimizer_rules():
     assert shardings.opt_arrays[0].mu["w"].spec == P(None, "model")
     by_name = pzs.name_to_name_sharding(state, MESH, {"in": "data"})
     assert by_name.trained_arrays["w"] is shardings.trained_arrays["w"]
-
-
-def test_plan_of_a_state():
-    plan = pzs.make_plan(initial(nnx_block()), MESH, RULES, on_unnamed="replicate")
-    specs = {leaf.path: leaf.spec for leaf in plan.leaves}
-    for path in ("params/first/kernel", "opt_state/0/mu/first/kernel"):
-        assert specs[path] == P("data", "model")
 
 
 def test_statistics_of_parameters_with_other_names():
