@@ -39,8 +39,8 @@ class Explained(NamedTuple):
     @property
     def rules(self) -> tuple[str, ...]:
         """The rules that ask for it; where an axis has no name, what lays it out."""
-        causes = (loss.cause for loss in self.because)
-        return tuple(dict.fromkeys(one.rule or one.source for one in causes))
+        rules = (loss.cause.rule or loss.cause.source for loss in self.because)
+        return tuple(dict.fromkeys(rules))
 
     @property
     def bytes(self) -> float:
@@ -69,23 +69,21 @@ class BecauseReport(HasReport):
             Column("collective"),
             Column("mesh axes"),
             Column("phase"),
+            Column("because", "detail"),
             Column("times", "count"),
             Column("sent", "bytes"),
-            Column("because", "detail"),
         )
-        times = collections.Counter[tuple[str, ...]]()
-        sent = collections.defaultdict[tuple[str, ...], float](float)
+        sums: dict[tuple[str, ...], tuple[int, float]] = {}
         for row in self.rows:
             one, path = row.collective, " + ".join(row.part.layers) or UNATTRIBUTED
-            because = re.sub(
-                rf" in {re.escape(path)}(?=[.:]|$)", "", ". ".join(map(str, row.because))
-            )
-            because = fold_blocks(path, because)
-            key = path, one.kind, one.axes_text, row.part.phase or "", because
-            times[key] += one.times or 0
-            sent[key] += row.bytes
-        keys = sorted(sent, key=sent.__getitem__, reverse=True)
-        rows = [(*key[:4], times[key], sent[key], key[4]) for key in keys]
+            text = ". ".join(map(str, row.because))
+            # The layer itself is named already.
+            text = fold_blocks(path, re.sub(rf" in {re.escape(path)}(?=[.:]|$)", "", text))
+            key = path, one.kind, one.axes_text, row.part.phase or "", text
+            times, sent = sums.get(key, (0, 0.0))
+            sums[key] = times + (one.times or 0), sent + row.bytes
+        keys = sorted(sums, key=lambda key: -sums[key][1])
+        rows = [(*key, *sums[key]) for key in keys]
         known = sum(bool(row.because) for row in self.rows)
         verdict = f"{known} of {len(self.rows)} arrays in collectives have a reason"
         return Report("Because", verdict, columns, rows, notes=self.compiled.step.notes)

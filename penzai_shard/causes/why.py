@@ -5,6 +5,7 @@ layer gives is the last value of the forward pass that its operations make, that
 others use, and that has the shape of what the layer gave while it was traced.
 """
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -22,7 +23,7 @@ from penzai_shard.inspection.compiling import CompiledStep, compile_lowered
 from penzai_shard.inspection.lowering import lower_step
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import join_paths, matches, nearest
+from penzai_shard.paths import fold_key, join_paths, matches, nearest
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.propagation.flat import FLOW, propagate_lowered
 from penzai_shard.reports.report import Column, HasReport, Report
@@ -62,17 +63,6 @@ class WhyRow:
     losses: tuple[WhyLoss, ...]
     summed: tuple[str, ...]
     is_plain: bool
-
-    @property
-    def where(self) -> str:
-        """Where its mesh axes come from, in short."""
-        if not self.causes:
-            return "whole" + f", summed over {', '.join(self.summed)}" * bool(self.summed)
-        names = (f" ({x.logical_axis})" if x.rule else "" for x in self.causes)
-        pairs = zip(self.causes, names, strict=True)
-        text = "; ".join(f"{x.mesh_axis} from {x.source}{name}" for x, name in pairs)
-        # What is of the layer itself goes by its name there.
-        return re.sub(rf"\b{re.escape(self.path)}[./]", "", text)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -116,22 +106,25 @@ class WhyReport(HasReport):
             Column("ok", "ok", shown=False),
         )
         shown = [row for row in self.rows if self.at or not row.is_plain]
-        facts = {"at": self.at, "arrays": [*map(dataclasses.asdict, self.rows)]}
+        data: dict[str, Any] = {"facts": {"arrays": [*map(dataclasses.asdict, self.rows)]}}
         notes = [*self.words.step.notes]
         if hidden := len(self.rows) - len(shown):
             notes.append(f"what one expects has no row without at= ({hidden}): {_PLAIN}")
-        rows = [self._write(row) for row in shown]
-        return Report(
-            "Why", self._verdict(), columns, rows, notes, facts=facts, key=("array", "is")
-        )
+        blocks = collections.Counter((row.kind, fold_key(row.path)) for row in shown)
+        rows = [self._write(row, blocks[row.kind, fold_key(row.path)] > 1) for row in shown]
+        return Report("Why", self._verdict(), columns, rows, notes, key=("array", "is"), **data)
 
-    def _write(self, row: WhyRow) -> tuple[Any, ...]:
+    def _write(self, row: WhyRow, is_of_blocks: bool) -> tuple[Any, ...]:
         path = row.path.removeprefix("params/")
-        where = row.where
-        if self.at and row.causes:
-            ways = (f" through {', then '.join(one.way)}" * bool(one.way) for one in row.causes)
-            where = "; ".join(map("{}{}".format, row.causes, ways))
-        texts = (fold_blocks(path, x) for x in (where, ". ".join(map(str, row.losses))))
+        ways = (f" through {', then '.join(x.way)}" * bool(self.at and x.way) for x in row.causes)
+        where = "; ".join(map("{}{}".format, row.causes, ways))
+        # What is of the layer itself goes by its name there.
+        where = re.sub(rf"\b{re.escape(row.path)}[./]", "", where)
+        if not row.causes:
+            where = "whole" + f", summed over {', '.join(row.summed)}" * bool(row.summed)
+        texts = where, ". ".join(map(str, row.losses))
+        if is_of_blocks:
+            texts = fold_blocks(path, texts[0]), fold_blocks(path, texts[1])
         leaf = LeafPlan(path, row.names, row.shape, None, row.spec, None, "", 0)
         is_bad = any(not loss.gathered for loss in row.losses)
         return path, row.kind, leaf.axes_text, *texts, False if is_bad else None
@@ -182,7 +175,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     >>> x = pzs.place(pz.nx.ones({"batch": 4, "a": 8}), mesh, {"batch": "data"})
     >>> report = why(pzs.place(up, mesh, {"b": "model"}), x)
     >>> [str(cause) for cause in report.of_kind("output")[0].causes]
-    ["'data' comes from input argument ('batch' -> 'data')", ...]
+    ['data from input argument (batch)', 'model from parameter model/up.weights (b)']
     """
     if not isinstance(at, str | None):
         problem = Problem("", f"at is {at!r}", "Write at='**/mlp'.")

@@ -4,11 +4,12 @@ A rule is written as its user wrote it, wherever it stands: that logical axis 'n
 parameter lies on mesh axis 'model' is the rule 'neurons' -> 'model'.
 """
 
+import dataclasses
 import functools
 import itertools
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import penzai
@@ -54,7 +55,8 @@ _OURS = pathlib.Path(__file__).parents[1]
 _LIBRARIES = (*jax.__path__, *penzai.__path__, str(_OURS))
 
 
-class WhyCause(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class WhyCause:
     """Where a mesh axis of a layout comes from.
 
     Attributes:
@@ -80,19 +82,17 @@ class WhyCause(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What it comes from."""
-        return f"{self.kind} {self.path.removeprefix('params/').removeprefix('inputs/')}".strip()
-
-    @property
-    def by(self) -> str:
-        """The rule in brackets."""
-        return f" ({self.rule})" if self.rule else ""
+        """What it comes from, with the logical axis in brackets."""
+        path = self.path.removeprefix("params/").removeprefix("inputs/")
+        name = "" if self.logical_axis is None else f" ({self.logical_axis})"
+        return f"{self.kind} {path}".strip() + name
 
     def __str__(self) -> str:
-        return f"{self.mesh_axis!r} comes from {self.source}{self.by}"
+        return f"{self.mesh_axis} from {self.source}"
 
 
-class WhyLoss(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class WhyLoss:
     """Where a mesh axis got lost on the way to an array.
 
     Attributes:
@@ -221,7 +221,7 @@ class StepWords:
         """
         operation = loss.pinned_by or loss.operation
         cause, place = self.cause(loss.operand, loss.mesh_axis), self.place(operation)
-        layer, of = self._owner(operation), f"{loss.mesh_axis!r} of {cause.source}{cause.by}"
+        layer, of = self._owner(operation), f"{loss.mesh_axis!r} of {cause.source}"
         if is_sum or loss.reason == "reduced":
             return WhyLoss("reduced", cause, place, layer, f"devices sum over {of} at {place}")
         # What else is split over the mesh axis wins, and the parameter is there for its use alone.

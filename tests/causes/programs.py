@@ -8,39 +8,23 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import penzai_shard as pzs
 from penzai_shard.causes.ways import Ways
 from penzai_shard.propagation.flat import propagate_lowered
+from tests.propagation.programs import MESH, array, lower, pinned, undecided
 
-MESH = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
-EXPLICIT = pzs.make_mesh({"data": 4, "model": 2}, abstract=True, explicit=True)
-
-
-def array(*spec, shape=(16, 16), dtype="float32", mesh=MESH):
-    """An argument with a layout of its own, which nothing can change."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+EXPLICIT = MESH.update(axis_types=(AxisType.Explicit,) * 2)
 
 
-def free(shape=(16, 16), dtype="float32"):
-    """An argument whose layout is what is propagated to it."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def pinned(x, *spec):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
-
-
-def manual(function, spec, *axes):
-    options = {"mesh": MESH, "in_specs": spec, "out_specs": spec, "axis_names": {*axes}}
-    return jax.shard_map(function, check_vma=False, **options)
+def explicit(*spec, shape=(16, 16)):
+    """An argument on the Explicit mesh."""
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(EXPLICIT, P(*spec)))
 
 
 def find_ways(function, *arguments, **options):
-    traced = jax.jit(function, keep_unused=True, **options).trace(*arguments)
-    return Ways(propagate_lowered(traced.lower(lowering_platforms=("cpu",))))
+    return Ways(propagate_lowered(lower(function, *arguments, keep_unused=True, **options)))
 
 
 def scanned(x, weights):
@@ -100,7 +84,9 @@ class Drawn:
 
     def find_ways(self):
         """The ways of its last two values, which come out."""
-        return find_ways(self._run, [free() if s is None else array(*s) for s in self.arguments])
+        return find_ways(
+            self._run, [undecided() if s is None else array(*s) for s in self.arguments]
+        )
 
     def _run(self, xs):
         values = list(xs)

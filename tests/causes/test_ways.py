@@ -11,21 +11,19 @@ from jax.sharding import PartitionSpec as P
 from penzai_shard.causes.ways import base
 from tests.causes.programs import (
     EXPLICIT,
-    MESH,
-    array,
     draw,
+    explicit,
     find_ways,
-    free,
-    manual,
-    pinned,
     scanned,
     source_of,
 )
+from tests.propagation.programs import MESH, array, manual, pinned
+from tests.propagation.programs import undecided as free
 
 # Matrices of 16 x 16: rows over data, rows over model, both, columns over either, whole, free.
 DATA, MODEL, BOTH = array("data"), array("model"), array("data", "model")
 COLUMNS, COLUMNS_MODEL, WHOLE, FREE = array(None, "data"), array(None, "model"), array(), free()
-EXPLICITS = array("data", mesh=EXPLICIT), array(None, "model", mesh=EXPLICIT)
+EXPLICITS = explicit("data"), explicit(None, "model")
 STACK = array(None, None, "model", shape=(3, 16, 16))
 ROWS = P("data")
 OF_X, OF_BOTH = "data argument x", "data argument x, model argument y"
@@ -70,12 +68,12 @@ CAUSES = {
         f"{CONSTRAINED}, model constraint sharding_constraint",
     ),
     "a shard_map": (
-        lambda x: manual(jnp.sin, ROWS, "data", "model")(x) + 1,
+        lambda x: manual(jnp.sin)(x) + 1,
         [FREE],
         "data shard_map shard_map",
     ),
     "in and out of a shard_map": (
-        lambda x: manual(jnp.sin, ROWS, "data")(jnp.cos(x)),
+        lambda x: manual(jnp.sin, axes=("data",))(jnp.cos(x)),
         [BOTH],
         "data shard_map shard_map, model argument x",
     ),
@@ -108,8 +106,7 @@ def test_cause_of_a_layout_that_is_asked_for():
     cause = ways.cause(ways.program.arguments[0], "data")
     assert (cause.kind, [one.kind for one in cause.way]) == ("result", ["flow", "stablehlo.sine"])
     with jax.sharding.use_abstract_mesh(EXPLICIT):
-        whole = array(mesh=EXPLICIT)
-        ways = find_ways(lambda x: jax.sharding.reshard(jnp.sin(x), ROWS) * 2, whole)
+        ways = find_ways(lambda x: jax.sharding.reshard(jnp.sin(x), ROWS) * 2, explicit())
     assert causes_of_result(ways) == "data constraint reshard"
 
 
@@ -131,14 +128,14 @@ LOSSES = {
     "elementwise": (lambda x: jnp.sin(x.T), [BOTH], ""),
     "cut where the mesh axis is": (lambda x: x.reshape(4, 4, 16), [DATA], ""),
     "sorted": (lambda x: jnp.sort(x, 0), [DATA], ""),
-    "in a shard_map": (manual(jnp.sin, ROWS, "data"), [BOTH], ""),
+    "in a shard_map": (manual(jnp.sin, axes=("data",)), [BOTH], ""),
     "summed": (lambda x: x.max(), [BOTH], "reduced data reduce, reduced model reduce"),
     "contracted": (lambda x, y: x @ y, [COLUMNS_MODEL, MODEL], "reduced model dot_general"),
     "looked up": (lambda x, i: x[i], [DATA, INDICES], "reduced data gather"),
     "whole": (lambda x, y: pinned(x + y), [DATA, DATA], "pinned data sharding_constraint"),
     "otherwise": (lambda x: pinned(x.T, "model"), [COLUMNS], "pinned data sharding_constraint"),
     "into a shard_map": (
-        lambda x: manual(jnp.sin, P(), "data", "model")(x.T),
+        lambda x: manual(jnp.sin, P(), P())(x.T),
         [DATA],
         "pinned data flow",
     ),

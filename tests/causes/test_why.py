@@ -19,7 +19,8 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.causes.why import why
-from tests.causes.programs import EXPLICIT, MESH, array
+from tests.causes.programs import EXPLICIT, explicit
+from tests.propagation.programs import MESH, array
 
 
 @pz.pytree_dataclass
@@ -32,12 +33,12 @@ class OfData(pz.nn.Layer):
         return dataclasses.replace(value, data_array=self.function(value.data_array))
 
 
-def on(*spec, mesh=MESH):
-    return NamedSharding(mesh, P(*spec))
+def on(*spec):
+    return NamedSharding(MESH, P(*spec))
 
 
-def small(*spec, **options):
-    return array(*spec, shape=(8, 8), **options)
+def small(*spec):
+    return array(*spec, shape=(8, 8))
 
 
 def named(*spec, data=None, **sizes):
@@ -50,16 +51,13 @@ def planned(model, rules, mesh=MESH):
     return pzs.make_plan(model, mesh, rules, on_unnamed="replicate").restore_structs()
 
 
-def linear(name="up", rules=(), mesh=MESH, inputs="a", outputs="b"):
+def linear(rules=(), name="up", inputs="a", outputs="b"):
     made = pz.nn.Linear.from_config(name, jax.random.key(0), {inputs: 8}, {outputs: 8})
-    return planned(made, dict(rules), mesh)
-
-
-TANH = pz.nn.Elementwise(jnp.tanh)
+    return made if rules is None else planned(made, dict(rules))
 
 
 def behind(*layers, rules=()):
-    return pz.nn.Sequential([linear(rules=rules), *layers])
+    return pz.nn.Sequential([linear(rules), *layers]), (named(),)
 
 
 def by_name(rules):
@@ -72,35 +70,27 @@ def train(model, rules=(), optimizer_rules=None, spec=(), **options):
     def loss(*, model, rng, state, x):
         return jnp.mean(model(x).unwrap("batch", "b") ** 2), state, {}
 
-    state = pzs.TrainState.initial_state(
-        planned(model, dict(rules)), optax.adam(0.1), jax.random.key(0)
-    )
+    def lay(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    model = planned(model, dict(rules))
+    state = pzs.TrainState.initial_state(model, optax.adam(0.1), jax.random.key(0))
     shardings = pzs.train_state_sharding(state, MESH, dict(rules), optimizer_rules)
-    state = jax.tree.map(
-        lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
-        state,
-        shardings,
-    )
+    state = jax.tree.map(lay, state, shardings)
     return pzs.build_train_step_fn(loss, **options), (state,), {"x": named(*spec)}
 
 
-def looked_up(axis):
-    table = pz.nn.EmbeddingTable.from_config(
-        "table", jax.random.key(0), vocab_size=16, embedding_axes={"a": 8}
-    )
+def look_up(axis):
+    made = pz.nn.EmbeddingTable.from_config("table", jax.random.key(0), 16, {"a": 8})
     tokens = named(data=array(axis, shape=(8,), dtype="int32"), batch=8)
-    return planned(pz.nn.EmbeddingLookup(table), {}), (tokens,)
+    return planned(pz.nn.EmbeddingLookup(made), {}), (tokens,)
 
 
-def stacked(axis):
+def roll(axis):
     def block(init_base_rng):
-        layers = [("up", {"a": 8}, {"b": 8}), ("down", {"b": 8}, {"a": 8})]
-        key = jax.random.key(0)
-        return pz.nn.Sequential([pz.nn.Linear.from_config(n, key, *sizes) for n, *sizes in layers])
+        return pz.nn.Sequential([linear(None), linear(None, "down", "b", "a")])
 
-    stack = pz.nn.LayerStack.from_sublayer_builder(
-        builder=block, stack_axis="n", stack_axis_size=3, init_base_rng=None, builder_kwargs={}
-    )
+    stack = pz.nn.LayerStack.from_sublayer_builder(block, "n", 3, None, {})
     return planned(pzs.roll_layer_stacks().apply(stack), {"b": axis}), (named(),)
 
 
@@ -111,113 +101,64 @@ def region(axis):
 
 
 def of_user(axis):
-    pin = lambda y: jax.lax.with_sharding_constraint(y, on(axis))  # noqa: E731  # The user's.
-    return behind(OfData(pin)), (named(),)
+    return behind(OfData(lambda y: jax.lax.with_sharding_constraint(y, on(axis))))  # Of a user.
 
 
 def declared(axis):
     return jax.jit(lambda x, w: x @ w, out_shardings=on(axis)), (small(), small())
 
 
-def find_line(end):
+def line(end):
     lines = pathlib.Path(__file__).read_text().splitlines()
-    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"  # {end}"))
+    (number,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"  # {end}"))
     return f"test_why.py:{number}"
 
 
-# A step for a mesh axis or None; the row that is asked about; kind, path and logical axis of the
-# cause of the mesh axis.
+TANH = pz.nn.Elementwise(jnp.tanh)
+RENAMED, BY_NAME = pz.nn.RenameAxes("b", "c"), "constraint layer, up/constrain_sharding_by_name"
+WEIGHTS, TRAINED = "parameter, model/up.weights", "parameter, params/up.weights"
+GRADIENT = "gradient params/up.weights"
+# A step for a mesh axis or None, and the row that is asked about; kind, path and logical axis of
+# the cause of the mesh axis.
 CAUSES = {
-    "input": (lambda a: (linear(), (named(a),)), "output up", "input", "argument", "batch"),
-    "tokens": (looked_up, "output table", "input", "argument", "batch"),
+    "input": (lambda a: (linear(), (named(a),)), "output up", "input, argument, batch"),
+    "tokens": (look_up, "output table", "input, argument, batch"),
     "parameter": (
-        lambda a: (behind(pz.nn.RenameAxes("b", "c"), TANH, rules={"b": a}), (named(),)),
+        lambda a: behind(RENAMED, TANH, rules={"b": a}),
         "output up/elementwise",
-        "parameter",
-        "model/up.weights",
-        "b",
+        f"{WEIGHTS}, b",
     ),
-    "constraint by name": (
-        lambda a: (behind(by_name({"batch": a, "length": "model"})), (named(),)),
+    "by name": (lambda a: behind(by_name({"batch": a})), "output up", f"{BY_NAME}, batch"),
+    "behind": (lambda a: behind(TANH, by_name({"b": a})), "output up", f"{BY_NAME}, b"),
+    "by sharding": (
+        lambda a: behind(pzs.ConstrainSharding(on(None, a))),
         "output up",
-        "constraint layer",
-        "up/constrain_sharding_by_name",
-        "batch",
-    ),
-    "constraint behind": (
-        lambda a: (behind(TANH, by_name({"b": a})), (named(),)),
-        "output up",
-        "constraint layer",
-        "up/constrain_sharding_by_name",
-        "b",
-    ),
-    "constraint by sharding": (
-        lambda a: (behind(pzs.ConstrainSharding(on(None, a))), (named(),)),
-        "output up",
-        "constraint layer",
-        "up/constrain_sharding",
-        "b",
+        "constraint layer, up/constrain_sharding, b",
     ),
     "activations": (
         lambda a: (pzs.ConstrainActivations(linear(), MESH, ({"batch": a},)), (named(),)),
         "output up",
-        "constraint layer",
-        "up",
-        "batch",
+        "constraint layer, up, batch",
     ),
     "gathered": (
         lambda a: (pzs.GatherParameters(linear(), MESH, {"b": a}), (named(),)),
         "output up",
-        "constraint layer",
-        "up",
-        "b",
+        "constraint layer, up, b",
     ),
-    "declared result": (declared, "result result", "declared result", "result", None),
-    "batch of a step": (
-        lambda a: train(linear(), spec=(a,)),
-        "output up",
-        "input",
-        "inputs/x",
-        "batch",
-    ),
-    "jitted model": (
-        lambda a: train(pzs.Jitted(linear()), {"b": a}),
-        "output up",
-        "parameter",
-        "params/up.weights",
-        "b",
-    ),
-    "computed again": (
-        lambda a: train(pzs.Checkpointed(linear()), {"b": a}),
-        "output up",
-        "parameter",
-        "params/up.weights",
-        "b",
-    ),
-    "gradient": (
-        lambda a: train(linear(), {"a": a}),
-        "gradient params/up.weights",
-        "parameter",
-        "params/up.weights",
-        "a",
-    ),
-    "gradient as the moments": (
+    "declared": (declared, "result result", "declared result, result, None"),
+    "batch": (lambda a: train(linear(), spec=(a,)), "output up", "input, inputs/x, batch"),
+    "jitted": (lambda a: train(pzs.Jitted(linear()), {"b": a}), "output up", f"{TRAINED}, b"),
+    "remat": (lambda a: train(pzs.Checkpointed(linear()), {"b": a}), "output up", f"{TRAINED}, b"),
+    "gradient": (lambda a: train(linear(), {"a": a}), GRADIENT, f"{TRAINED}, a"),
+    "moments": (
         lambda a: train(linear(), optimizer_rules={"a": a}),
-        "gradient params/up.weights",
-        "train step",
-        "params/up.weights",
-        "a",
+        GRADIENT,
+        "train step, params/up.weights, a",
     ),
-    "microbatches": (
-        lambda a: train(linear(), {"b": a}, accumulate_steps=2),
-        "gradient params/up.weights",
-        "parameter",
-        "params/up.weights",
-        "b",
-    ),
-    "rolled stack": (stacked, "output up", "parameter", "model/up.weights", "b"),
-    "shard_map": (region, "result result", "shard_map", find_line("The region."), None),
-    "user": (of_user, "output up/of_data", "constraint", find_line("The user's."), None),
+    "twice": (lambda a: train(linear(), {"b": a}, accumulate_steps=2), GRADIENT, f"{TRAINED}, b"),
+    "rolled stack": (roll, "output up", f"{WEIGHTS}, b"),
+    "shard_map": (region, "result result", f"shard_map, {line('The region.')}, None"),
+    "user": (of_user, "output up/of_data", f"constraint, {line('Of a user.')}, None"),
 }
 
 
@@ -232,27 +173,27 @@ def find_row(report, name):
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_cause_is_named_and_without_it_the_layout_goes(name):
-    build, row, kind, path, logical_axis = CAUSES[name]
+    build, row, expected = CAUSES[name]
     (cause,) = find_row(ask(*build("data")), row).causes
-    assert (cause.mesh_axis, cause.kind, cause.path) == ("data", kind, path)
-    assert cause.logical_axis == logical_axis
-    assert cause.rule == (f"{logical_axis!r} -> 'data'" if logical_axis else "")
+    assert f"{cause.kind}, {cause.path}, {cause.logical_axis}" == expected
+    assert cause.mesh_axis == "data"
+    assert cause.rule == (f"{cause.logical_axis!r} -> 'data'" if cause.logical_axis else "")
     assert find_row(ask(*build(None)), row).spec == P()
 
 
 def test_parameter_without_a_layout_gets_that_of_its_use():
-    model = pz.nn.Linear.from_config("up", jax.random.key(0), {"a": 8}, {"b": 8})
-    model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pz.freeze_params(model))
-    report = why(pz.nn.Sequential([model, by_name({"b": "model"})]), named("data"))
+    free = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), planned(linear(None), {}))
+    report = why(pz.nn.Sequential([free, by_name({"b": "model"})]), named("data"))
     (cause,) = find_row(report, "parameter model/up.weights").causes
     assert (cause.kind, cause.logical_axis) == ("constraint layer", "b")
 
 
 def test_explicit_mesh_is_as_its_auto_twin():
-    model, x = linear(rules={"b": "model"}, mesh=EXPLICIT), small("data", mesh=EXPLICIT)
-    report = why(lambda x, w: jnp.tanh(x @ w), x, small(None, "model", mesh=EXPLICIT))
-    kinds = [(cause.kind, cause.path) for cause in find_row(report, "result result").causes]
-    assert kinds == [("input", "x"), ("input", "w")]
+    x, w = explicit("data", shape=(8, 8)), explicit(None, "model", shape=(8, 8))
+    for step in (lambda x, w: jnp.tanh(x @ w), jax.jit(lambda x, w: jnp.tanh(x @ w))):
+        causes = find_row(why(step, x, w), "result result").causes
+        assert [(cause.kind, cause.path) for cause in causes] == [("input", "x"), ("input", "w")]
+    model = planned(linear(None), {"b": "model"}, EXPLICIT)
     (row,) = why(model, named(data=x)).of_kind("output")
     assert [cause.kind for cause in row.causes] == ["input", "parameter"]
 
@@ -261,41 +202,41 @@ def test_explicit_mesh_is_as_its_auto_twin():
 
 
 def losses_of(report, row):
-    return [
-        (one.reason, one.cause.mesh_axis, one.place, one.gathered)
-        for one in find_row(report, row).losses
-    ]
+    return [f"{x.reason} {x.cause.mesh_axis} {x.place}" for x in find_row(report, row).losses]
+
+
+def text_of(report):
+    return " ".join(str(report).split())
 
 
 def test_operation_and_layer_of_a_loss_are_named():
     cut = OfData(lambda y: y.reshape(3, 4, 8).transpose(1, 0, 2).reshape(12, 8))
-    report = why(behind(cut, TANH), named("data", batch=12, a=8))
-    lost = [("cut", "data", "reshape in up/of_data", "")]
-    assert losses_of(report, "output up/elementwise")[:1] == lost
+    report = why(behind(cut, TANH)[0], named("data", batch=12, a=8))
+    assert losses_of(report, "output up/elementwise")[:1] == ["cut data reshape in up/of_data"]
     what = "'batch' (12) is cut or joined there, and the parts do not fit"
-    text = f"'data' of input argument ('batch' -> 'data') is lost at reshape in up/of_data: {what}"
-    assert text in " ".join(str(report).split())
+    text = f"'data' of input argument (batch) is lost at reshape in up/of_data: {what}"
+    assert text in text_of(report)
 
 
 def test_constraint_that_loses_and_rivals_are_named():
-    report = why(behind(by_name({"batch": None})), named("data"))
+    report = why(behind(by_name({"batch": None}))[0], named("data"))
     place = "a constraint in up/constrain_sharding_by_name"
-    assert losses_of(report, "output up") == [("pinned", "data", place, "")]
+    assert losses_of(report, "output up") == [f"pinned data {place}"]
     report = why(lambda x, y: x * y, small("data"), small(None, "data"))
-    assert losses_of(report, "result result") == [("used", "data", "mul", "")]
-    assert "'data' of input x splits another dimension there" in " ".join(str(report).split())
+    assert losses_of(report, "result result") == ["used data mul"]
+    assert "'data' of input x splits another dimension there" in text_of(report)
     report = why(lambda x: x[:6], small("data"))
-    assert losses_of(report, "result result") == [("uneven", "data", "the end of the step", "")]
+    assert losses_of(report, "result result") == ["uneven data the end of the step"]
 
 
 def test_parameter_that_is_gathered_for_use_is_no_loss():
-    model = pz.nn.Sequential([linear("m/up", {"b": "data"}), linear("m/down", {}, inputs="b")])
-    report = why(model, named("data"))
+    layers = linear({"b": "data"}, "m/up"), linear((), "m/down", "b", "c")
+    report = why(pz.nn.Sequential(layers), named("data"))
     place = "a matrix product in m/up"
-    assert losses_of(report, "output m/up") == [("used", "data", place, "model/m/up.weights")]
+    assert losses_of(report, "output m/up") == [f"used data {place}"]
     assert losses_of(report, "output m/down") == []
     assert report.lost == ()
-    assert f"model/m/up.weights is gathered over 'data' for {place}" in str(report)
+    assert f"model/m/up.weights is gathered over 'data' for {place}" in text_of(report)
 
 
 # Rows
@@ -303,37 +244,39 @@ def test_parameter_that_is_gathered_for_use_is_no_loss():
 
 @pytest.fixture(scope="module")
 def blocks():
-    names = [f"block_{i}/{name}" for i in range(2) for name in ("up", "down")]
-    layers = [linear(n, {}, inputs="ab"[i % 2], outputs="ba"[i % 2]) for i, n in enumerate(names)]
-    model = pz.nn.Sequential([*layers, linear("head")])
-    return ask(*train(model, {"b": "model"}, spec=("data",)))
+    ends = [("up", "a", "b"), ("down", "b", "a")]
+    layers = [linear(None, f"block_{i}/{name}", *axes) for i in range(2) for name, *axes in ends]
+    step = train(pz.nn.Sequential([*layers, linear(None, "head")]), {"b": "model"}, spec=("data",))
+    return step, ask(*step)
 
 
-def test_plain_arrays_have_no_row_in_the_table_and_equal_blocks_one(blocks):
-    assert [len(blocks.of_kind(kind)) for kind in ("output", "gradient", "parameter")] == [6, 5, 5]
-    data = json.loads(blocks.to_json())
-    assert (len(data["rows"]), len(data["arrays"])) == (5, 16)
-    lines = str(blocks).splitlines()
+def test_what_one_expects_has_no_row_in_the_table_and_equal_blocks_one(blocks):
+    report = blocks[1]
+    counts = [len(report.of_kind(kind)) for kind in ("output", "gradient", "parameter")]
+    data = json.loads(report.to_json())
+    assert (counts, len(data["rows"]), len(data["arrays"])) == ([6, 5, 5], 5, 16)
+    lines = str(report).splitlines()
     assert sum("block_{0-1}/" in line for line in lines) == 2
     assert max(map(len, lines)) <= 100
 
 
 def test_at_narrows_and_tells_the_way(blocks):
-    narrow = lambda at: ask(*train(linear("m/up"), {"b": "model"}), at=at)  # noqa: E731
-    expected = ["output m/up", "gradient params/m/up.weights", "parameter params/m/up.weights"]
-    for at in ("m/up", "up", "**/up", "m"):
-        found = narrow(at)
-        assert [f"{row.kind} {row.path}" for row in found.rows][:1] == expected[: len(found.rows)][
-            :1
-        ]
-    assert "('b' -> 'model') through a matrix product in m/up" in str(narrow("m/up"))
-    assert narrow("up.weights").rows == narrow("params/m/up.weights").rows
-    for at, near in (("m/pu", "m/up"), ("up.wieghts", "up.weights")):
+    step, report = blocks
+    expected = [
+        *("output block_1/up", "gradient params/block_1/up.weights"),
+        "parameter params/block_1/up.weights",
+    ]
+    for at in ("block_1/up", "block_1/*", "**/block_1/up", "block_1"):
+        found = [f"{row.kind} {row.path}" for row in ask(*step, at=at).rows]
+        assert {*expected} <= {*found} < {f"{row.kind} {row.path}" for row in report.rows}
+    way = "model from parameter weights (b) through a matrix product in block_1/up"
+    assert way in text_of(ask(*step, at="block_1/up"))
+    for at, near in (("block_1/pu", "block_1/up"), ("had.weights", "head.weights")):
         with pytest.raises(pzs.SelectionError) as caught:
-            narrow(at)
+            ask(*step, at=at)
         assert f"at={near!r}" in caught.value.problems[0].fix
     with pytest.raises(pzs.RuleTypeError):
-        narrow(3)
+        ask(*step, at=3)
 
 
 def test_step_without_a_mesh_says_so():
