@@ -96,7 +96,7 @@ def follow_flows(subject: Subject, batch: Any, min_bytes: int) -> Flows:
     walk, notes = Walk(), []
     errors = list(trace(walk, model, batch))
     # Whether it can be called, with all that lays it out, the model says as it is.
-    plain_errors = list(trace(None, model, batch))
+    plain_errors = list(trace(None, model, batch)) if errors or matches else []
     if errors and not plain_errors:
         notes.append(f"what flows was not followed to the end, as {errors[0].what}")
     elif plain_errors and not errors:
@@ -398,8 +398,7 @@ class _Follower:
             own_names = self._without_model_axes(leaf).names
             decision = self.rules.explain(own_names, leaf.shape, self.mesh, **options)
             for own in decision.problems if not is_placed else ():
-                if own.kind == "indivisible":
-                    yield Finding(own.kind, path, f"of {leaf_text(leaf)}, {own.what}", own.fix)
+                yield Finding(own.kind, path, f"of {leaf_text(leaf)}, {own.what}", own.fix)
             length = leaf.shape[names.index(name)] if name in names else 1
             fitting = [axis for axis in free if length % sizes[axis] == 0]
             is_ruled = name in self.rules.logical_axes and not is_placed

@@ -196,7 +196,7 @@ def find_waste(
                 (name for name in names if fixes[table, name, axis]), names[0] if names else None
             )
             is_nameless = {*(row.names or ())} <= {None}
-            is_in_vain = is_nameless or _asks_preset(subject.tables[table], row, axis)
+            is_in_vain = is_nameless or _is_asked(subject, subject.tables[table], row, axis)
             if shape[axis] > 1 and (names or is_in_vain):
                 saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
                 why = f", which could split {name!r}" if names else f": {row.reason}"
@@ -228,16 +228,20 @@ def _find_whole_axes(subject: Subject, table: str, of_flows: set[str]) -> set[st
     return presets | (of_flows - stored)
 
 
-def _asks_preset(rules: AxisRules, row: LeafPlan, axis: str) -> bool:
-    """Whether a rule for the largest dimension, of whatever name, is to split an array."""
-    sizes = [r.min_size for r in rules.rules if r.logical_axis is None and axis in r.mesh_axes]
-    return any(math.prod(row.shape) >= size or size <= _MOST_WHOLE for size in sizes)
+def _is_asked(subject: Subject, rules: AxisRules, row: LeafPlan, axis: str) -> bool:
+    """Whether a rule is to split an array over a mesh axis: by a name, or its largest dimension."""
+    asking = [rule for rule in rules.rules if axis in rule.mesh_axes]
+    whole = {rule.logical_axis for rule in rules.rules if not rule.mesh_axes}
+    names = {*(row.names or ())} - whole - {*subject.split(row), None}
+    sizes = [rule.min_size for rule in asking if rule.logical_axis is None]
+    is_preset = any(math.prod(row.shape) >= size or size <= _MOST_WHOLE for size in sizes)
+    return is_preset or any(rule.logical_axis in names for rule in asking)
 
 
 def _find_free_names(subject: Subject, table: str, row: LeafPlan, axis: str) -> list[Hashable]:
     """The logical axes of an array that no rule names and that divide, the best first."""
     rules, size = subject.tables[table], subject.mesh.shape[axis]
-    if _asks_preset(rules, row, axis):
+    if _is_asked(subject, rules, row, axis):
         return []
     known = {*rules.logical_axes, *subject.split(row), None}
     pairs = zip(row.names or (), row.shape, strict=bool(row.names))

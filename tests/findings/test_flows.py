@@ -87,6 +87,9 @@ TWO = {"batch": ("data", "model"), "neurons": "model"}
 PLAIN = jax.ShapeDtypeStruct((8, 16), "float32")
 
 IDLE, IN = "idle constraint", "sublayers/"
+BEHIND = {"seq": "data", "batch": "data"}
+ODD_FEATURES = struct(batch=6, embedding=16)
+LENGTHS = BATCH | {"lengths": "model"}
 ODD_BATCH, ODD_SEQ = struct("int32", batch=6, seq=8), struct("int32", batch=16, seq=7)
 # Kind, path, model, mesh, rules, batch.
 MISTAKES = {
@@ -96,6 +99,7 @@ MISTAKES = {
         BATCH, TOKENS),
     "indivisible": ("indivisible", IN, after_blocks(by_name(BY_SEQ)), MESH, RULES, ODD_SEQ),
     "taken": ("taken", IN, after_blocks(by_name(BATCH | SEQ)), MESH, RULES, TOKENS),
+    "of nothing, one of two": (IDLE, IN, after_blocks(by_name(LENGTHS)), MESH, RULES, TOKENS),
     "size 1": (IDLE, IN, after_blocks(by_name({"batch": "pipe"}, THIN)), THIN, BATCH, TOKENS),
     "other axes": ("other mesh", IN, after_blocks(by_name({"batch": "x"}, mesh(x=8))), MESH, RULES,
         TOKENS),
@@ -110,6 +114,8 @@ MISTAKES = {
     "placed whole": ("whole batch", "batch", MODEL, MESH, {"neurons": "model"},
         pzs.shard_batch(TOKENS, MESH, {})),
     "indivisible batch": ("indivisible", "batch", MODEL, MESH, RULES, ODD_BATCH),
+    "indivisible behind": ("indivisible", "batch", FEATURES, DATA, BY_EMBEDDING, ODD_FEATURES),
+    "taken batch": ("taken", "batch", MODEL, DATA, BEHIND, TOKENS),
     "embedding, batch": ("conflict", "table", MODEL, DATA, BY_EMBEDDING, TOKENS),
     "neurons, batch": ("conflict", "up", MODEL, MESH, BOTH, TOKENS),
     "neurons, sequence": ("conflict", "down", after_blocks(by_name(BY_SEQ)), MESH, RULES, TOKENS),
@@ -187,6 +193,21 @@ def test_a_set_up_that_fails_as_soon_as_it_is_traced_is_not_called_fine():
 def test_a_batch_without_arrays_is_a_finding(batch):
     (finding,) = lint(MODEL, MESH, RULES, batch=batch).findings
     assert finding.kind == "uncallable"
+
+
+@pz.pytree_dataclass
+class AsksForTypes(pz.nn.Layer):
+    body: pz.nn.Layer
+
+    def __call__(self, value, /, **side_inputs):
+        assert type(self.body) is pz.nn.Identity
+        return self.body(value)
+
+
+def test_a_layer_that_cannot_be_followed_is_no_mistake():
+    report = lint(AsksForTypes(pz.nn.Identity()), DATA, BATCH, batch=struct(batch=16))
+    assert report.ok
+    assert any("not followed" in note for note in report.notes)
 
 
 def test_notes_say_what_was_not_looked_at():

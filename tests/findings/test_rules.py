@@ -44,6 +44,8 @@ def of_optimizer(rules):
     return Layout(parameters={}, compute={"batch": "data"}, optimizer=rules)
 
 
+NEVER = [("embedding", "data"), ("neurons", None), ("neurons", "model")]
+ODD_TABLE = weights(odd={"embedding": 1601, "vocabulary": 1001})
 MPL, MLP = {"neurons": "mpl", "heads": None}, {"neurons": "mlp", "heads": None}
 # Kind, path, model or a function that makes it, mesh, rules.
 MISTAKES = {
@@ -84,6 +86,7 @@ MISTAKES = {
     "preset for other names": ("unused", "rules", OTHER, D4M2, DP() | TP()),
     "unused beside a batch": ("unused", "rules", SMALL, D4M2, MEGATRON | {"rows": "data"},
         struct(batch=8, embedding=8)),
+    "never applies": ("unused", "rules", SMALL, D4M2, NEVER),
     "misspelt name of a layout": ("misfit", "layout/neurons", OTHER, D4M2,
         Layout.tensor_parallel(names=MPL)),
     "layout, no heads": ("misfit", "layout/heads", SMALL, D4M2, Layout.tensor_parallel(blocks=())),
@@ -94,6 +97,7 @@ MISTAKES = {
     "forgotten by FSDP": ("under-sharded", "head", LARGE | HEAD, D8,
         {"batch": "data", "embedding": "data"}),
     "min_size too large": ("under-sharded", "table", LARGE, D8, FSDP(min_size=2**30)),
+    "nothing divides": ("under-sharded", "odd", LARGE | ODD_TABLE, D8, FSDP()),
     "in every block": ("under-sharded", "block_{0-5}/out", BLOCKS, D4M2, MEGATRON),
     "in the optimizer's state": ("under-sharded", "opt_state", lambda: state_of(LARGE), D8,
         of_optimizer({"neurons": "data"})),
