@@ -103,18 +103,21 @@ class WhyReport(HasReport):
             Column("axes"),
             Column("where it comes from", "detail"),
             Column("lost", "detail"),
-            Column("ok", "ok", shown=False),
         )
         shown = [row for row in self.rows if self.at or not row.is_plain]
         data: dict[str, Any] = {"facts": {"arrays": [*map(dataclasses.asdict, self.rows)]}}
         notes = [*self.words.step.notes]
         if hidden := len(self.rows) - len(shown):
             notes.append(f"what one expects has no row without at= ({hidden}): {_PLAIN}")
-        blocks = collections.Counter((row.kind, fold_key(row.path)) for row in shown)
-        rows = [self._write(row, blocks[row.kind, fold_key(row.path)] > 1) for row in shown]
+        exact = [self._write(row) for row in shown]
+        folded = [(*x[:3], *(fold_blocks(x[0], text) for text in x[3:])) for x in exact]
+        keys = [(fold_key(x[0]), *x[1:]) for x in folded]
+        counts = collections.Counter(keys)
+        found = zip(exact, folded, keys, strict=True)
+        rows = [many if counts[key] > 1 else one for one, many, key in found]
         return Report("Why", self._verdict(), columns, rows, notes, key=("array", "is"), **data)
 
-    def _write(self, row: WhyRow, is_of_blocks: bool) -> tuple[Any, ...]:
+    def _write(self, row: WhyRow) -> tuple[Any, ...]:
         path = row.path.removeprefix("params/")
         ways = (f" through {', then '.join(x.way)}" * bool(self.at and x.way) for x in row.causes)
         where = "; ".join(map("{}{}".format, row.causes, ways))
@@ -122,12 +125,9 @@ class WhyReport(HasReport):
         where = re.sub(rf"\b{re.escape(row.path)}[./]", "", where)
         if not row.causes:
             where = "whole" + f", summed over {', '.join(row.summed)}" * bool(row.summed)
-        texts = where, ". ".join(map(str, row.losses))
-        if is_of_blocks:
-            texts = fold_blocks(path, texts[0]), fold_blocks(path, texts[1])
+        lost = ". ".join(map(str, row.losses))
         leaf = LeafPlan(path, row.names, row.shape, None, row.spec, None, "", 0)
-        is_bad = any(not loss.gathered for loss in row.losses)
-        return path, row.kind, leaf.axes_text, *texts, False if is_bad else None
+        return path, row.kind, leaf.axes_text, where, lost
 
     def _verdict(self) -> str:
         mesh = self.words.step.mesh

@@ -256,7 +256,8 @@ def test_what_one_expects_has_no_row_in_the_table_and_equal_blocks_one(blocks):
     data = json.loads(report.to_json())
     assert (counts, len(data["rows"]), len(data["arrays"])) == ([6, 5, 5], 5, 16)
     lines = str(report).splitlines()
-    assert sum("block_{0-1}/" in line for line in lines) == 2
+    assert [line for line in lines if line.startswith("block_{0-1}/up")]
+    assert sum("block_{0-1}/" in line and "batch=8/data" in line for line in lines) == 2
     assert max(map(len, lines)) <= 100
 
 
