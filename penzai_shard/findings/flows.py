@@ -196,12 +196,9 @@ def _find_idle(
     is_idle = present.isdisjoint(pin.rules.logical_axes)
     names = ", ".join(map(repr, sorted(present - {None}, key=str)))
     for rule in pin.rules.rules if names else ():
-        is_plain = rule == Rule(rule.logical_axis, rule.mesh_axes) and bool(rule.mesh_axes)
-        if (
-            is_plain
-            and rule.logical_axis not in present
-            and (is_idle or rule.logical_axis not in known)
-        ):
+        is_plain = rule == Rule(rule.logical_axis, rule.mesh_axes)
+        is_unknown = rule.logical_axis not in ({*present} if is_idle else {*present, *known})
+        if is_plain and is_unknown and rule.mesh_axes:
             what = f"rule {rule} of this {kind} names no logical axis of {where}, which are {names}"
             fix = f"Write {near[rule]!r} in place of {rule.logical_axis!r}." if rule in near else ""
             yield Finding("idle constraint", path, what, fix)
@@ -279,13 +276,14 @@ class _Follower:
 
     def _pin(self, call: Call, pin: _Pin, side: str) -> None:
         leaves = call.inputs if side == "inputs" else call.outputs
-        if pin.side not in (side, "region") or (pin.side == "region" and side == "outputs"):
+        is_region = pin.side == "region" and side == "inputs"
+        if pin.side != side and not is_region:
             return
         present = {name for leaf in leaves for name in leaf.names or ()}
         if self.is_laid_out:
             where = "what flows through it"
             self.findings += _find_idle(pin, call.place, present, where, self._known)
-        if pin.side == "region":
+        if is_region:
             return
         if pin.mesh_axes and pin.mesh_axes <= call.manual:
             what = f"it is in a region that runs per device along {sorted(pin.mesh_axes)}, where "
@@ -335,19 +333,21 @@ class _Follower:
         gathers = [x.layer for x in call.chain if isinstance(x.layer, GatherParameters)]
         for held in leaves_of(own):
             row = self._rows.get(held.path)
-            stored = {} if row is None or row.names is None else self.subject.split(row)
-            if gathers and stored:
-                stored = dict(_split_by(gathers[-1].rules, row, self.mesh))
+            if row is None or row.names is None or held.names is None:
+                continue
+            stored: _Split = self.subject.split(row)
+            if gathers:
+                stored = _split_by(gathers[-1].rules, row, self.mesh)
+            # Layers in a stack hold a slice, without the axis of the stack.
+            stored = {name: axes for name, axes in stored.items() if name in held.names}
             for leaf in call.inputs:
                 sizes = dict(zip(leaf.names or (), leaf.shape, strict=False))
-                flowing = [x for x in self._split.items() if sizes.get(x[0]) == x[1][0]]
-                for (name, axes), (other, found) in itertools.product(stored.items(), flowing):
-                    _, over, source = found
-                    if row is None or other == name or name not in (held.names or ()):
-                        continue
-                    for axis in {*axes} & {*over} - call.manual:
-                        meetings = self._meetings.setdefault((axis, name, other), {})
-                        meetings.setdefault(row.path, _Meeting(call, leaf, row, source))
+                for other, (size, over, source) in self._split.items():
+                    for name, axes in stored.items() if sizes.get(other) == size else ():
+                        for axis in (x for x in axes if x in over and x not in call.manual):
+                            key, meeting = (axis, name, other), _Meeting(call, leaf, row, source)
+                            if name != other:
+                                self._meetings.setdefault(key, {}).setdefault(row.path, meeting)
 
     def find_conflicts(self) -> Iterator[Finding]:
         """Meetings of which nothing says that it is the parameter that moves."""
@@ -394,24 +394,22 @@ class _Follower:
             path, name = join_paths("batch", leaf.path), self._counting[leaf.path]
             names = leaf.names or ()
             is_placed = isinstance(bound_sharding(leaf.value), NamedSharding)
-            options = {"on_indivisible": subject.request.on_indivisible}
-            own_names = self._without_model_axes(leaf).names
-            decision = self.rules.explain(own_names, leaf.shape, self.mesh, **options)
+            own_names, mode = self._without_model_axes(leaf).names, subject.request.on_indivisible
+            decision = self.rules.explain(own_names, leaf.shape, self.mesh, on_indivisible=mode)
             for own in decision.problems if not is_placed else ():
                 yield Finding(own.kind, path, f"of {leaf_text(leaf)}, {own.what}", own.fix)
             length = leaf.shape[names.index(name)] if name in names else 1
             fitting = [axis for axis in free if length % sizes[axis] == 0]
             is_ruled = name in self.rules.logical_axes and not is_placed
-            if name is None or is_ruled or not (fitting and is_asked):
+            is_split = name is None or is_ruled or name in self._split_of_batch(leaf)
+            if is_split or not (fitting and is_asked):
                 continue
-            if name not in self._split_of_batch(leaf):
-                why = "is placed whole" if is_placed else "has no rule"
-                what = f"{name!r} of {leaf_text(leaf)} {why}"
-                what += f": each device computes all of it, and mesh axis {fitting[0]!r} is free"
-                own_table = subject.of_activations
-                changed = AxisRules({name: fitting[0]}) | subject.given[own_table]
-                fix = "" if is_placed else subject.offer(own_table, changed)
-                yield Finding("whole batch", path, what, fix)
+            why = "is placed whole" if is_placed else "has no rule"
+            what = f"{name!r} of {leaf_text(leaf)} {why}: each device computes all of it, and mesh "
+            what += f"axis {fitting[0]!r} is free"
+            changed = AxisRules({name: fitting[0]}) | subject.given[subject.of_activations]
+            fix = "" if is_placed else subject.offer(subject.of_activations, changed)
+            yield Finding("whole batch", path, what, fix)
 
 
 def _block_of(call: Call) -> str:

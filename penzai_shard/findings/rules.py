@@ -130,9 +130,7 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
         whole: set[Hashable] = set()
         for rule in rules.rules:
             if rule.mesh_axes and rule.logical_axis in whole:
-                what = (
-                    f"rule {rule} never applies: one before it maps {rule.logical_axis!r} to None"
-                )
+                what = f"rule {rule} never applies: one before maps {rule.logical_axis!r} to None"
                 changed = [own for own in subject.given[table].rules if own != rule]
                 yield Finding("unused", path, what, subject.offer(table, changed))
             whole.update([rule.logical_axis] if not rule.mesh_axes else [])
