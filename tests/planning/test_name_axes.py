@@ -75,16 +75,6 @@ def test_name_axes_of_a_variable_of_penzai_keeps_it_one():
     assert type(named[0]) is pz.Parameter
 
 
-SPECS = [P("data", "model"), P(("data", "model"), None), P(None, ("model", "data"), None), P()]
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_name_axes_with_a_spec_plans_that_spec(spec):
-    named = pzs.name_axes(arrays(w=(8, 8, 3)), {"w": spec})
-    (found,) = jax.tree.leaves(pzs.name_to_name_sharding(named, MESH))
-    assert found.is_equivalent_to(jax.sharding.NamedSharding(MESH, spec), 3)
-
-
 def test_name_axes_leaves_named_arrays_as_they_are():
     kept = pz.nx.ones({"embed": 8})
     named = pzs.name_axes({**arrays(w=(8, 4)), "kept": kept}, {"*": None})
