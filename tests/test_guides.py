@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 from flax import linen as nn
 from flax.training import train_state
@@ -200,26 +199,6 @@ def test_penzai_adding_sharding_constraints(api):
     assert text.count("sdy.sharding_constraint") >= selection.count() > 0
     unconstrained = pz.select(selection.remove_from_parent())
     assert unconstrained.at_instances_of(sharding_util.ConstrainShardingByName).count() == 0
-
-
-def test_penzai_parameter_dictionary_and_orbax(api, tmp_path):
-    model, _, parameter, _ = api
-    found = pz.select(model).at_instances_of(parameter).get_sequence()
-    param_dict = sharding_util.param_dict(model)
-    names = [getattr(p, "label", None) or p.name for p in found]
-    assert {*param_dict} == {*names}
-    halved = jax.tree.map(lambda x: x / 2, param_dict)
-    again = sharding_util.param_dict(sharding_util.with_params(model, halved))
-    jax.tree.map(np.testing.assert_array_equal, again, halved)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "params", param_dict)
-    structs = sharding_util.restore_structs(model, ON_DEVICES, {"embedding": "devices"})
-    handler = orbax.checkpoint.StandardCheckpointHandler()
-    loaded = orbax.checkpoint.Checkpointer(handler).restore(
-        tmp_path / "params", args=orbax.checkpoint.args.StandardRestore(structs)
-    )
-    assert_same_shardings(loaded, param_dict)
-    jax.tree.map(np.testing.assert_array_equal, loaded, param_dict)
 
 
 # Flax: Scale up Flax Modules on multiple devices with pjit

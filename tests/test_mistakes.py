@@ -23,11 +23,6 @@ CODE = re.compile(
 )
 
 
-class Choice:
-    def mesh(self):
-        return pzs.make_mesh({"data": 4, "model": 2})
-
-
 class Reader:
     library = "library_that_nobody_has"
 

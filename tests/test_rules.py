@@ -27,6 +27,7 @@ from penzai_shard.rules import (
     tensor_parallel,
 )
 from tests import models
+from tests.refusals import problems_of
 
 MESH = {"data": 4, "model": 2}
 PRESETS = {
@@ -37,12 +38,6 @@ PRESETS = {
     "fully_sharded": fully_sharded,
     "tensor_parallel": lambda mesh, axes: tensor_parallel(mesh, axes or TRANSFORMER_AXES),
 }
-
-
-def problems_of(error, call):
-    with pytest.raises(error) as caught:
-        call()
-    return caught.value.problems
 
 
 # Deciding

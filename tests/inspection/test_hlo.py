@@ -131,7 +131,6 @@ def test_times_of_several_callers_and_branches():
 
 # Groups of devices
 
-ALONG_DATA = ((0, 2, 4, 6), (1, 3, 5, 7))
 ALL = (tuple(range(8)),)
 HALVES = ((0, 4), (1, 5), (2, 6), (3, 7))
 

@@ -76,14 +76,6 @@ def test_wrap_finds_its_places(name):
     assert paths(model(), where, **narrowing) == expected
 
 
-def test_within_and_outside_part_the_places_of_an_edit():
-    every = paths(model(), LINEAR)
-    inside, outside = (paths(model(), LINEAR, **{key: ATTENTION}) for key in ("within", "outside"))
-    assert sorted(inside + outside) == sorted(every)
-    assert len(inside) == 8
-    assert inside == paths(model(), LINEAR, within="**/attention/**")
-
-
 def test_a_place_is_strictly_inside_of_a_type_of_its_own():
     nested = pz.nn.Sequential([pz.nn.Sequential([pz.nn.Identity()])])
     assert paths(nested, pz.nn.Sequential) == ["(root)"]
