@@ -8,6 +8,7 @@ and mesh axis join the two; what they do not join is left open.
 
 import collections
 import dataclasses
+import itertools
 import re
 from typing import NamedTuple
 
@@ -122,11 +123,14 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
         words: The words of the step.
         compiled: The step, compiled.
     """
-    # By name or path, and mesh axis.
+    # By name of an operation or path of an array, and mesh axis.
     losses: dict[tuple[str, str], list[Loss]] = collections.defaultdict(list)
     for loss in words.ways.losses:
-        for name in {one.name for one in (loss.operation, loss.pinned_by) if one is not None}:
-            losses[name, base(loss.mesh_axis)].append(loss)
+        keys = {one.name for one in (loss.operation, loss.pinned_by) if one is not None}
+        if loss.reason != "reduced" and (array := words.find_argument(loss.operand)):
+            keys.add(array.path)
+        for key in keys:
+            losses[key, base(loss.mesh_axis)].append(loss)
     arrays = [(array.path, value) for value, array in words.results.items()]
     for path, value in (*words.gradients.items(), *arrays):
         for loss in words.ways.lost(value):
@@ -134,15 +138,18 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
     rows = []
     for one in compiled.collectives.collectives:
         is_sum = one.kind in ("all-reduce", "reduce-scatter")
+        # One operation may gather what it takes, and leave a sum behind.
+        ends = ("reduced", "used", "conflict") if is_sum else ()
         for part in one.parts:
             because, path = [], part.moves.rpartition(" of ")[2]
-            # Some collectives that an optimizer needs have no name.
-            keys = [*filter(None, part.names)] or [path]
             for axis in one.mesh_axes or ():
-                found = [loss for key in keys for loss in losses.get((key, axis), ())]
-                # One operation may gather what it takes, and leave a sum behind.
-                ends = ("reduced", "used", "conflict") if is_sum else ()
-                fitting = [x for x in found if (x.result is None and x.reason in ends) == is_sum]
+                # Some are named after what they move, and some not at all.
+                found = (losses.get((key, axis), ()) for key in (*filter(None, part.names), path))
+                fitting = [
+                    loss
+                    for loss in itertools.chain.from_iterable(found)
+                    if (loss.result is None and loss.reason in ends) == is_sum
+                ]
                 told = [words.loss(loss, is_sum) for loss in fitting]
                 told.sort(key=lambda loss: f"params/{loss.gathered}" != path)
                 because += told[:1]

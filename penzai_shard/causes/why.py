@@ -189,7 +189,6 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
 
 def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
     """The rows about what fits a pattern, and about all that is in it."""
-
     patterns = f"{at}/**", f"**/{at}/**"
     found = tuple(row for row in rows if any(matches(p, row.path) for p in patterns))
     if not found:

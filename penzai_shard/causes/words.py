@@ -169,7 +169,7 @@ class StepWords:
             return "unknown", self.place(operation) if operation else "", None
         pinned = self.ways.values[operation.results[0]]
         if layer := self.find_constraint_layer(operation):
-            arrays = [self.find_parameter(operation.operands[0]), *layer.outputs, *layer.inputs]
+            arrays = [self.find_argument(operation.operands[0]), *layer.outputs, *layer.inputs]
             # Of a stack of parameters one layer is pinned at a time.
             rank = len(pinned.shape)
             fitting = (x for x in arrays if x and x.shape[len(x.shape) - rank :] == pinned.shape)
@@ -177,7 +177,7 @@ class StepWords:
             return "constraint layer", layer.label, names and names[len(names) - rank :]
         array = self._find_gradient(operation)
         if OPTIMIZER in operation.name.split("/"):
-            array = self.find_parameter(operation.operands[0])
+            array = self.find_argument(operation.operands[0])
         if array is not None:
             is_own = array.spec == specs.canonical(pinned.spec or ())
             return "parameter" if is_own else "train step", array.path, array.names
@@ -199,16 +199,15 @@ class StepWords:
         path = "/".join(["params", *(scope for scope in behind if not scope.startswith("jit("))])
         return next((array for array in self.step.arguments if array.path == path), None)
 
-    def find_parameter(self, value: int) -> StepArray | None:
-        """The parameter that a value is, whole or one layer of a stack of it."""
+    def find_argument(self, value: int) -> StepArray | None:
+        """The argument that a value is, whole or one layer of a stack of it."""
         seen = set[int]()
         while value not in self.arguments and value not in seen:
             seen.add(value)
             maker = self.ways.makers.get(value)
             if maker and maker.operands and _SAME_ARRAY.fullmatch(maker.kind):
                 value = maker.operands[0]
-        array = self.arguments.get(value)
-        return array if array is not None and array.part == "parameters" else None
+        return self.arguments.get(value)
 
     # Losses
 
@@ -229,8 +228,9 @@ class StepWords:
         is_for_use = holder is not None and isinstance(holder.layer, GatherParameters)
         if loss.reason == "used" and loss.rival is not None:
             is_for_use = loss.rival[0] in operation.results
-        if is_for_use and (parameter := self.find_parameter(loss.operand)):
-            path = parameter.path.removeprefix("params/")
+        moved = self.find_argument(loss.operand) if is_for_use else None
+        if moved is not None and moved.part == "parameters":
+            path = moved.path.removeprefix("params/")
             text = f"{path} is gathered over {loss.mesh_axis!r} for {place}"
             return WhyLoss(loss.reason, cause, place, layer, text, path)
         name, size = cause.logical_axis, self.ways.values[loss.operand].shape[loss.dimension]
