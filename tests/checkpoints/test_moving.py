@@ -44,7 +44,7 @@ def structs_on(tree, mesh, rules):
 SPECS = [P("data", "model"), P("data"), P(("data", "model")), P(None, "model"), P()]
 LAYOUTS = [NamedSharding(mesh, spec) for mesh in (WIDE, TALL) for spec in SPECS]
 LAYOUTS += [NamedSharding(FEW, P(None, "data")), SingleDeviceSharding(jax.devices()[6])]
-PAIRS = random.Random(0).sample([*itertools.permutations(LAYOUTS, 2)], 12)
+PAIRS = random.Random(0).sample([*itertools.permutations(LAYOUTS, 2)], 8)
 
 
 def count_lacking(before, after, shape):
@@ -81,7 +81,7 @@ def test_move_sends_what_devices_lack_and_no_more(logged, monkeypatch):
     assert contents(moved) == contents(tree)
     trees.assert_lies_as(moved, {path: after for path, (_, after) in pairs.items()})
     assert sum(sent) == least > 0
-    assert logged() == ("11 arrived, 1 lie right", bytes_text(least))
+    assert logged() == ("7 arrived, 1 lie right", bytes_text(least))
     # A step that donates what was sent takes its memory, and not that of the array it comes from.
     double = jax.jit(lambda x: 2 * x, donate_argnums=0)
     for path, array in moved.items():
@@ -113,39 +113,29 @@ def test_move_stays_with_the_values_where_nothing_else_is_said():
         assert all(isinstance(x, pz.Parameter) for x in pz.unbind_params(moved)[1])
 
 
-def make_refused():
-    """Trees, what they are to go into, the error, and the paths of its problems."""
+def test_move_refuses():
     ones, struct = jnp.ones(2), jax.ShapeDtypeStruct((2,), "float32")
     gone = {"w": ones, "v": jnp.ones(2)}
     gone["v"].delete()
-    into = dict.fromkeys("vw", struct)
     devices = jax.devices()
     blocks = {f"block_{i}/w": jax.device_put(ones, devices[i]) for i in range(3)}
     nowhere = structs_on(MLP, pzs.make_mesh({"data": 8}, abstract=True), {})
-    near, rules = {"a": ones, "b": ones}, {"a": "x", "b": "z"}
-    keeping, mismatch = {"others": "keep"}, pzs.CheckpointMismatchError
-    return {
-        "no values": (gone | {"u": struct}, dict.fromkeys("uvw", ones), {}, None, "uv"),
-        "nothing to keep": ({"w": ones}, into, keeping, mismatch, "v"),
-        "no devices": (MLP, nowhere, {}, pzs.MeshError, [""]),
-        "blocks apart": (blocks, {"blocks/w": jnp.ones((3, 2))}, {"allow": "blocks"}, None, None),
-        "numbers": ({"w": ones / 2}, {"w": jnp.int8([1, 1])}, {"allow": "cast"}, mismatch, "w"),
-        "no such path": (near, {"x": ones}, {"names": rules, "allow": "extra"}, mismatch, "z"),
-        "a mesh": (MLP, WIDE, {}, pzs.RuleTypeError, ["into"]),
-    }
-
-
-@pytest.mark.parametrize("case", make_refused())
-def test_move_refuses(case):
-    tree, into, options, error, paths = make_refused()[case]
-    with pytest.raises(error or pzs.ShardingError) as caught:
-        move(tree, into, **options)
-    assert paths_of(caught) == {*(paths or ["block_1/w", "block_2/w"])}
-
-
-def test_move_takes_no_mesh_behind_the_tree():
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        move(MLP, MLP, WIDE, RULES)
+    rules = {"names": {"a": "x", "b": "z"}, "allow": "extra"}
+    mismatch = pzs.CheckpointMismatchError
+    # What is moved, with options; the error, and the paths of its problems.
+    for arguments, options, error, paths in [
+        ([gone | {"u": struct}, dict.fromkeys("uvw", ones)], {}, pzs.ShardingError, {*"uv"}),
+        ([{"w": ones}, dict.fromkeys("vw", struct)], {"others": "keep"}, mismatch, {"v"}),
+        ([MLP, nowhere], {}, pzs.MeshError, {""}),
+        ([blocks, {"blocks/w": jnp.ones((3, 2))}], {"allow": "blocks"}, pzs.MeshError, None),
+        ([{"w": ones / 2}, {"w": jnp.int8([1, 1])}], {"allow": "cast"}, mismatch, {"w"}),
+        ([{"a": ones, "b": ones}, {"x": ones}], rules, mismatch, {"z"}),
+        ([MLP, WIDE], {}, pzs.RuleTypeError, {"into"}),
+        ([MLP, MLP, WIDE, RULES], {}, pzs.RuleTypeError, {"into"}),
+    ]:
+        with pytest.raises(error) as caught:
+            move(*arguments, **options)
+        assert paths_of(caught) == (paths or {"block_1/w", "block_2/w"})
     assert "place(" in caught.value.problems[0].fix
 
 
