@@ -39,7 +39,7 @@ class ArrayRecord:
         shape: Its shape.
         dtype: The name of its dtype; of random keys the name that JAX gives, as ``key<fry>``.
         names: A logical axis for each dimension, None for a positional one; None altogether for an
-            array without names. On disk they are called axes.
+            array without names.
         key_impl: The implementation of typed random keys, which are stored as their numbers.
         values: The checksum of what is stored, if there is one.
     """
@@ -112,8 +112,6 @@ def write_metadata(
 ) -> dict[str, Any]:
     """Orbax' custom metadata: what the arrays are, what else the saver says, and a checksum."""
     entries = {name: dataclasses.asdict(record) for name, record in records.items()}
-    for entry in entries.values():
-        entry["axes"] = entry.pop("names")
     section = {"version": VERSION, "kind": kind, "arrays": entries}
     return {**others, SECTION: {**section, "checksum": _digest({**others, **section})}}
 
@@ -266,8 +264,9 @@ def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:
     Raises:
         ValueError, TypeError, LookupError: It describes no array, though its checksum is right.
     """
-    axes = entry["axes"]
-    names: Any = None if axes is None else tuple(tuple(n) if type(n) is list else n for n in axes)
+    names = entry["names"]
+    if names is not None:
+        names = tuple(tuple(name) if type(name) is list else name for name in names)
     shape, values = tuple(entry["shape"]), entry["values"]
     record = ArrayRecord(shape, entry["dtype"], names, entry["key_impl"], values)
     # These raise where it has no hash, no dtype, or other names than dimensions.

@@ -77,9 +77,9 @@ def read_arrays(
             store = ChecksumStore(manifest.store, shapes, bar.advance)
             arrays = fill_arrays(pairs, store)
             found = store.compute_checksums()
-        changed = [name for name in checked if found[name] != records[name].values]
         what = "its numbers are not those that were saved"
-        refuse_damage(manifest.path, dict.fromkeys(changed, what))
+        changed = {name: what for name in checked if found[name] != records[name].values}
+        refuse_damage(manifest.path, changed)
         # Without checksums nothing else tells that some arrays are of one save, some of another.
         if not verify and read_manifest(manifest.path).records != manifest.records:
             refuse_damage(manifest.path, {"": "it was replaced while it was read"})
