@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from penzai_shard.errors import CheckpointWriteError, Problem
 
 _SUFFIX = ".penzai-shard-saving"
-_EXCHANGE = 2  # RENAME_EXCHANGE.
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
 _HERE = -100  # AT_FDCWD.
 _SECONDS_TO_STOP = 5.0
 
@@ -137,10 +137,15 @@ def exchange(first: pathlib.Path, second: pathlib.Path) -> None:
     """Exchanges two directories in one step.
 
     Raises:
-        OSError: The file system cannot, or the system, if it is not Linux.
+        OSError: The file system cannot (some network disks), or the system, which is another.
     """
-    rename = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
-    if rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE):
+    library, paths = ctypes.CDLL(None), (os.fsencode(first), os.fsencode(second))
+    if hasattr(library, "renamex_np"):  # macOS.
+        failed = library.renamex_np(*paths, _EXCHANGE)
+    else:
+        rename = getattr(library, "renameat2", lambda *_: -1)
+        failed = rename(_HERE, paths[0], _HERE, paths[1], _EXCHANGE)
+    if failed:
         raise OSError(errno.ENOTSUP, "nothing can be replaced in one step on this file system")
 
 
