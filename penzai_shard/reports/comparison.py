@@ -13,10 +13,7 @@ from penzai_shard.reports.report import SUMMED, Column, Report, add_rows
 
 GREW, SHRANK, CHANGED, NEW, GONE = CHANGES = ("grew", "shrank", "changed", "new", "gone")
 _COLUMNS = (
-    Column("what"),
-    Column("before"),
-    Column("now"),
-    Column("change"),
+    *map(Column, ("what", "before", "now", "change")),
     Column("by", "percent"),
     Column("ok", "ok", shown=False),
 )

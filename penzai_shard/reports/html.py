@@ -17,6 +17,9 @@ _STYLE = """<style>
 .pzs .number {text-align: right !important; white-space: nowrap}
 .pzs .quiet {opacity: .7} .pzs td.quiet {padding-left: 2em} .pzs span {margin-right: .8em}
 .pzs details > :not(summary) {margin-left: 1.5em}
+.pzs pre {line-height: 1.2} .pzs pre span {margin: 0} .pzs .bold {font-weight: bold}
+.pzs .cyan {background: #0bc6} .pzs .green {background: #2b46} .pzs .yellow {background: #cb06}
+.pzs .magenta {background: #c3c6} .pzs .blue {background: #46f6} .pzs .red {background: #e446}
 </style>"""
 
 
@@ -33,8 +36,11 @@ def write_table(report: Report) -> str:
     table = f"<table>{''.join(lines)}</table>" if columns else ""
     hidden = len(report.rows) - _MOST_ROWS
     more = f"<div>and {hidden:,} more rows; print shows them</div>" if hidden > 0 else ""
-    drawing = "" if report.drawing is None else report.drawing.html()
-    return _section(report, table + more + drawing)
+    drawing = "<br>".join(
+        "".join(f'<span class="{style}">{html.escape(text)}</span>' for text, style in line)
+        for line in report.drawing(100)
+    )
+    return _section(report, table + more + (f"<pre>{drawing}</pre>" if drawing else ""))
 
 
 def _write_row(tag: str, columns: Sequence[Column], texts: Sequence[str], style: str = "") -> str:
@@ -69,4 +75,5 @@ def _section(report: Report, content: str) -> str:
     style = {True: "good", False: "bad", None: ""}[report.ok]
     verdict, *notes = [html.escape(plain_text(text)) for text in (report.verdict, *report.notes)]
     content = f'<div><strong class="{style}">{verdict}</strong></div>{content}'
-    return f'{_STYLE}<section class="pzs">{content}{"<br>".join(notes)}</section>'
+    content += "".join(f'<div class="quiet">{note}</div>' for note in notes)
+    return f'{_STYLE}<section class="pzs">{content}</section>'

@@ -7,8 +7,8 @@ are folded once, here, so that all views fold them in the same way.
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.paths import fold_paths, group_paths
@@ -22,16 +22,6 @@ Kind = Literal["path", "text", "detail", "bytes", "count", "seconds", "percent",
 SUMMED = frozenset({"bytes", "count", "seconds"})
 # A line of text in pieces, each with the style that rich gives it.
 Line = Sequence[tuple[str, str]]
-
-
-class Drawing(Protocol):
-    """What a report shows below its rows. JSON does not have it."""
-
-    def lines(self, width: int) -> Iterable[Line]:
-        """The drawing as text, without control characters, at most so wide."""
-
-    def html(self) -> str:
-        """The drawing as HTML that needs no script and no other file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +172,7 @@ class Report(HasReport):
         wholes: What shares of a column's quantities are shares of, where that is not their sum.
         collapse: Whether the views show equal blocks as one row.
         key: The columns that together name a row; by default the first.
-        drawing: What stands below the rows.
+        drawing: What writes, for a width, what stands below the rows; JSON does not have it.
 
     >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
     >>> Report("arrays", "2 arrays", columns, [("block_0/w", 4096), ("block_1/w", 4096)])
@@ -201,7 +191,7 @@ class Report(HasReport):
     wholes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     collapse: bool = True
     key: Sequence[str] = ()
-    drawing: Drawing | None = None
+    drawing: Callable[[int], Iterable[Line]] = dataclasses.field(default=lambda width: ())
 
     def report(self) -> "Report":
         """This report."""
@@ -224,9 +214,8 @@ class Report(HasReport):
         rows = []
         for members in groups:
             block = [self.rows[i] for i in members]
-            path = fold_paths([str(row[0]) for row in block])
             _, *sums = add_rows(self.columns, block)
-            rows.append((path, len(block), *sums))
+            rows.append((fold_paths([str(row[0]) for row in block]), len(block), *sums))
         if len(rows) == len(self.rows):
             return self
         columns = (self.columns[0], FOLDED, *self.columns[1:])
@@ -238,14 +227,15 @@ class Report(HasReport):
         A column of text that says the same in each of several rows becomes a note.
         """
         report = self.fold()
-        kept, notes = [], []
+        kept, said = [], []
         for index, column in enumerate(report.columns):
             texts = {column.text(row[index]) for row in report.rows}
             says_one_thing = column.shown and column.kind in ("text", "ok") and len(report.rows) > 1
             if texts <= {""} or (says_one_thing and len(texts) == 1):
-                notes += [f"In all rows: {column.name} {text}." for text in texts if text]
+                said += [f"{column.name} {text}" for text in texts if text]
             else:
                 kept.append(index)
+        notes = [f"In all rows: {'; '.join(said)}."] if said else []
         return dataclasses.replace(
             report,
             columns=[report.columns[i] for i in kept],

@@ -30,12 +30,10 @@ def write_lines(report: Report, width: int) -> Iterator[Line]:
             yield from ([(line, "bold")] for line in _write_row(columns, names, widths, width))
         for row, texts in zip(report.rows, cells, strict=True):
             style = "red" if is_bad(report, row) else ""
-            lines = _write_row(columns, texts, widths, width)
-            yield from ([(line, style)] for line in lines)
+            yield from ([(line, style)] for line in _write_row(columns, texts, widths, width))
             for detail in row_details(report, row):
                 yield from ([(line, "")] for line in wrap(detail, width, indent=_INDENT))
-    if report.drawing is not None:
-        yield from report.drawing.lines(width)
+    yield from report.drawing(width)
     for note in report.notes:
         yield from ([(line, "")] for line in wrap(plain_text(note), width))
 
@@ -95,13 +93,6 @@ def _column_widths(
     return widths
 
 
-def _join_cells(columns: Sequence[Column], texts: Sequence[str], widths: Sequence[int]) -> str:
-    return _GAP.join(
-        text.rjust(width) if column.kind in QUANTITIES else text.ljust(width)
-        for column, text, width in zip(columns, texts, widths, strict=True)
-    ).rstrip()
-
-
 def _write_row(
     columns: Sequence[Column], texts: Sequence[str], widths: Sequence[int] | None, width: int
 ) -> Iterator[str]:
@@ -111,8 +102,12 @@ def _write_row(
             for c, text, w in zip(columns, texts, widths, strict=True)
         ]
         for number in range(max(map(len, wrapped))):
-            line = [lines[number] if number < len(lines) else "" for lines in wrapped]
-            yield _join_cells(columns, line, widths)
+            cells = [lines[number] if number < len(lines) else "" for lines in wrapped]
+            cells = [
+                cell.rjust(w) if c.kind in QUANTITIES else cell.ljust(w)
+                for c, cell, w in zip(columns, cells, widths, strict=True)
+            ]
+            yield _GAP.join(cells).rstrip()
         return
     # Too narrow for columns: the path, and each other value on a line of its own.
     yield from wrap(texts[0], width, columns[0].kind == "path")

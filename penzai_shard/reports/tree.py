@@ -156,8 +156,7 @@ class Tree:
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         title = plain_text(f"{self.report.title}: {self.report.verdict}")
-        lines = self.report.drawing.lines(100) if self.report.drawing else ()
-        notes = ["".join(text for text, _ in line) for line in lines]
+        notes = ["".join(text for text, _ in line) for line in self.report.drawing(100)]
         notes += map(plain_text, self.report.notes)
         root = dataclasses.replace(self.root, label=title, details=notes)
         return self._part(root, path, is_open=True)
@@ -175,6 +174,5 @@ class Tree:
         if not below:
             return parts.build_one_line_tree_node(parts.siblings(*line), path)
         contents = parts.fold_condition(parts.text(" ..."), parts.indented_children(below))
-        states = parts.ExpandState
-        state = states.EXPANDED if is_open else states.WEAKLY_COLLAPSED
+        state = parts.ExpandState.EXPANDED if is_open else parts.ExpandState.WEAKLY_COLLAPSED
         return parts.build_custom_foldable_tree_node(contents, path, parts.siblings(*line), state)

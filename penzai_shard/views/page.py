@@ -4,16 +4,16 @@ The page is one HTML file without scripts that loads nothing. What it shows are 
 rooms; what could not be found out stands in its section in the words of the error.
 """
 
-import dataclasses
+import contextlib
 import html
 import importlib.resources
-import math
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.causes.collectives import explain_collectives
 from penzai_shard.causes.why import WhyReport, why
 from penzai_shard.errors import (
@@ -26,7 +26,7 @@ from penzai_shard.errors import (
     ShardingError,
     ShardingWarning,
 )
-from penzai_shard.findings.lint import lint
+from penzai_shard.findings.lint import LintReport, lint
 from penzai_shard.inspection.collectives import CollectiveReport
 from penzai_shard.inspection.compile_ahead import AheadReport
 from penzai_shard.inspection.compiling import compile_step
@@ -45,7 +45,6 @@ from penzai_shard.rules import OnIndivisible
 # Trees of more rows are not written, so that a page stays below 2 MB; a table ends by itself.
 _MOST_TREE_ROWS = 1500
 _LARGEST = 3
-_TITLES = ("Plan", "Memory", "Collectives", "Because", "Rules", "Findings", "Why")
 # What is said first of these sections: the nodes with most of some columns together.
 _RANKED = {
     "Memory": ("Most memory", ("per device", "at the peak")),
@@ -57,6 +56,7 @@ _NOT_RANKED = {"donated", "temporaries", "unused"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 _STATES = {True: "good", False: "bad", None: ""}
+# In the order of the page.
 _Sections = Mapping[str, HasReport]
 
 
@@ -82,17 +82,18 @@ def report(
         step: As for ``compile_step``, or what that or ``compile_ahead`` gave. Without one the page
             has the plan and the findings.
         *args: What the step is called with, concrete or abstract.
-        path: The file; one that is there is replaced.
+        path: The file; one that is there is replaced, by the whole page or not at all.
         on_indivisible: As for ``make_plan``.
-        **kwargs: What the step is called with by keyword.
+        **kwargs: What the step is called with by keyword. If the model can be called with those
+            that are named arrays, the findings are also about what flows through it.
 
     Returns:
         The file. The same input gives the same bytes.
 
     Raises:
-        RuleTypeError: There is no mesh, no model or no step; or the path is a folder.
+        RuleTypeError: There is no mesh, no model or no step.
         MeshError: The step is on another mesh.
-        ShardingError: As ``compile_step``.
+        ShardingError: The file cannot be written; or as ``compile_step``.
 
     >>> import tempfile
     >>> import penzai_shard as pzs
@@ -106,32 +107,56 @@ def report(
     """
     arguments.read("report", mesh, {}, on_indivisible=on_indivisible)
     arguments.check_tree("report", model)
-    file, called = pathlib.Path(path), "report:"
-    if file.is_dir():
-        fix = f"Write path={str(file / 'report.html')!r}."
-        raise RuleTypeError(called, [Problem("path", "it is a folder", fix)])
     if step is None and (args or kwargs):
         fix = "Write report(model, mesh, rules, step, ...)."
-        raise RuleTypeError(called, [Problem("", "there are arguments and no step", fix)])
+        raise RuleTypeError("report:", [Problem("", "there are arguments and no step", fix)])
 
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": "replicate"}
-    with warnings.catch_warnings():
+    with _replace_file(path) as file, warnings.catch_warnings():
         # The findings say the same.
         warnings.simplefilter("ignore", ShardingWarning)
         plan = _attempt(lambda: _plan(model, mesh, rules, options), ShardingError)
-        compiled = _read_step(step, mesh, args, kwargs)
-        sections = {"Plan": plan, **compiled}
-        sections["Findings"] = lint(model, mesh, rules, **options)
-    title = f"{type(model).__name__} on mesh ({mesh_text(mesh)})"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(_write_page(title, sections), encoding="utf-8")
-    return file
+        findings = _find(model, mesh, rules, kwargs, options)
+        sections = {"Plan": plan, "Findings": findings, **_read_step(step, mesh, args, kwargs)}
+        title = f"{type(model).__name__} on mesh ({mesh_text(mesh)})"
+        file.write_text(_write_page(title, sections), encoding="utf-8")
+    return pathlib.Path(path)
+
+
+@contextlib.contextmanager
+def _replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """A new file, which takes its place once it is whole."""
+    # Before a step is compiled, which may take minutes.
+    try:
+        file = pathlib.Path(path)
+        if file.exists() and not file.is_file():
+            raise FileExistsError(f"{str(file)!r} is a folder or a device")
+        new = file.with_name(f".{file.name}.{os.getpid()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.touch()
+    except (OSError, TypeError, ValueError) as error:
+        problem = Problem("path", f"no page can be written: {error}", "Write path='report.html'.")
+        raise ShardingError("report:", [problem]) from error
+    try:
+        yield new
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _plan(model: Any, mesh: AnyMesh, rules: Any, options: Any) -> ShardingPlan:
     if isinstance(rules, Layout):
         return rules.plan(model, mesh, **options)
     return make_plan(model, mesh, rules, **options)
+
+
+def _find(model: Any, mesh: AnyMesh, rules: Any, inputs: Any, options: Any) -> LintReport:
+    """The findings, with the inputs of the step as the batch, if the model takes them."""
+    named = {name: x for name, x in inputs.items() if any(leaf.names for leaf in leaves_of(x))}
+    found = lint(model, mesh, rules, batch=named or None, **options)
+    # A loss may call the model with something else.
+    is_called = "uncallable" not in (one.kind for one in found.findings)
+    return found if is_called else lint(model, mesh, rules, **options)
 
 
 def _attempt(make: Callable[[], HasReport], error_type: type[ShardingError]) -> HasReport:
@@ -159,18 +184,19 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
     if own is None or axis_sizes(own) != axis_sizes(mesh):
         where = "on no mesh" if own is None else f"on mesh ({mesh_text(own)})"
         what = f"the arrays of the step are {where}, and the page is of mesh ({mesh_text(mesh)})"
-        raise MeshError("report:", [Problem("", what, "Give the mesh of the step.")])
+        fix = "Give the mesh of the step, or place its arrays on this one."
+        raise MeshError("report:", [Problem("", what, fix)])
     program = compiled.program if isinstance(compiled, AheadReport) else compiled
     if program is None:
         unknown = Report("", "the compiler gives no program of a step that is too large")
         return {**dict.fromkeys(titles, unknown), "Memory": compiled.memory}
     collectives = _attempt(lambda: program.collectives, ProgramError)
     causes = _attempt(lambda: why(program), PropagationError)
-    sections = dict(zip(titles, (compiled.memory, collectives, causes), strict=True))
+    sections = {"Memory": compiled.memory, "Collectives": collectives}
     if isinstance(causes, WhyReport) and isinstance(collectives, CollectiveReport):
         because = explain_collectives(causes.words, program)
         sections |= {"Because": because, "Rules": because.by_rule()}
-    return sections
+    return {**sections, "Why": causes}
 
 
 # The page
@@ -178,18 +204,15 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
 
 def _write_page(title: str, sections: _Sections) -> str:
     style = importlib.resources.files(__package__).joinpath("page.css").read_text("utf-8")
-    largest, written = "", ""
-    titles = [name for name in _TITLES if name in sections]
-    for name in titles:
-        ranking, content = _write_section(name, sections[name].report())
+    largest, written, links, figures = "", "", "", ""
+    for name, section in sections.items():
+        ranking, content = _write_section(name, section.report())
         largest += ranking
         written += f'<h2 id="{name.lower()}">{name}</h2>{content}'
-    state, verdict = _judge(sections)
-    figures = ""
-    for name, (section, text, remark, own) in _find_figures(sections).items():
-        text, remark = _escape(text), _escape(remark)
-        figures += f'<a href="#{section.lower()}">{name}<b class="{own}">{text}</b>{remark}</a>'
-    links = "".join(f'<a href="#{name.lower()}">{name}</a>' for name in titles)
+        links += f'<a href="#{name.lower()}">{name}</a>'
+    state, verdict, found = _summarise(sections)
+    for name, link, text, remark, own in found:
+        figures += f'<a href="#{link}">{name}<b class="{own}">{text}</b>{_escape(remark)}</a>'
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -206,48 +229,45 @@ def _escape(text: str) -> str:
     return html.escape(plain_text(text))
 
 
-def _judge(sections: _Sections) -> tuple[str, str]:
-    """Whether all is well, as far as that is known, and a sentence that says so."""
-    plan, memory, findings = (sections[name] for name in ("Plan", "Memory", "Findings"))
-    state = ""
-    if not isinstance(plan, ShardingPlan):
-        state, verdict = "bad", "There is no valid layout."
-    elif isinstance(memory, MemoryReport):
-        state, verdict = _STATES[memory.fits], f"The step {memory.report().verdict}."
-    else:
-        held, total = bytes_text(plan.bytes_per_device), bytes_text(plan.total_bytes)
-        verdict = f"Each device holds {held} of {total}."
-    if count := len(findings.report().rows):
-        verdict += f" There {'is 1 finding' if count == 1 else f'are {count} findings'}."
-    return "" if state == "good" and count else state, verdict
+_Figure = tuple[str, str, str, str, str]
 
 
-def _find_figures(sections: _Sections) -> dict[str, tuple[str, str, str, str]]:
-    """For each of the figures that are seen first its section, text, remark and state."""
+def _summarise(sections: _Sections) -> tuple[str, str, list[_Figure]]:
+    """What is seen first: a state, a verdict, and figures.
+
+    Returns:
+        Whether all is well, as far as that is known; a sentence that says so; and of each figure
+        its heading, section, text, remark and state.
+    """
     plan, memory, sent = (sections[name] for name in ("Plan", "Memory", "Collectives"))
-    figures = {
-        "Memory per device": ("Memory", "-", "not known", ""),
-        "Sent per device and step": ("Collectives", "-", "not known", ""),
-        "Stored per device": ("Plan", "-", "not known", ""),
-    }
-    if isinstance(memory, MemoryReport):
-        remark = "of an unknown limit"
-        if memory.limit is not None:
-            remark = f"{memory.total / memory.limit:.0%} of {bytes_text(memory.limit)}"
-        found = "Memory", bytes_text(memory.total), remark, _STATES[memory.fits]
-        figures["Memory per device"] = found
-    if isinstance(sent, CollectiveReport):
-        remark = f"in {sent.total.count:,} collectives"
-        found = "Collectives", bytes_text(sent.wire_bytes), remark, ""
-        figures["Sent per device and step"] = found
+    state, verdict = "bad", "There is no valid layout."
+    needed = moved = stored = ("-", "not known", "")
     if isinstance(plan, ShardingPlan):
-        whole, replicated = bytes_text(plan.total_bytes), bytes_text(plan.replicated_bytes)
-        remark = f"of {whole}; replicated {replicated}"
-        figures["Stored per device"] = "Plan", bytes_text(plan.bytes_per_device), remark, ""
-    findings = sections["Findings"].report()
-    kinds = ", ".join(dict.fromkeys(row[1] for row in findings.rows)) or "nothing found"
-    state = "bad" if findings.rows else "good"
-    return figures | {"Findings": ("Findings", f"{len(findings.rows):,}", kinds, state)}
+        whole, held = bytes_text(plan.total_bytes), bytes_text(plan.bytes_per_device)
+        stored = held, f"of {whole}; replicated {bytes_text(plan.replicated_bytes)}", ""
+        state, verdict = "", f"Each device holds {held} of {whole}."
+    if isinstance(memory, MemoryReport):
+        limit = "of an unknown limit"
+        if memory.limit is not None:
+            limit = f"{memory.total / memory.limit:.0%} of {bytes_text(memory.limit)}"
+        needed = bytes_text(memory.total), limit, _STATES[memory.fits]
+        if isinstance(plan, ShardingPlan):
+            state, verdict = _STATES[memory.fits], f"The step {memory.report().verdict}."
+    if isinstance(sent, CollectiveReport):
+        count = sent.total.count
+        moved = bytes_text(sent.wire_bytes), f"in {count:,} collective{'s' * (count != 1)}", ""
+    rows = sections["Findings"].report().rows
+    if rows:
+        state = state.replace("good", "")
+        verdict += f" There {'is 1 finding' if len(rows) == 1 else f'are {len(rows)} findings'}."
+    kinds = ", ".join(dict.fromkeys(row[1] for row in rows)) or "nothing found"
+    figures = [
+        ("Memory per device", "memory", *needed),
+        ("Sent per device and step", "collectives", *moved),
+        ("Stored per device", "plan", *stored),
+        ("Findings", "findings", f"{len(rows):,}", kinds, "bad" if rows else "good"),
+    ]
+    return state, verdict, figures
 
 
 def _write_section(name: str, report: Report) -> tuple[str, str]:
@@ -258,43 +278,47 @@ def _write_section(name: str, report: Report) -> tuple[str, str]:
     tree, ranking = report.tree(), ""
     if name in _RANKED:
         heading, columns = _RANKED[name]
-        whole = tree.root.sums.get(columns[0]) or math.inf
+        whole = tree.root.sums.get(columns[0]) or 1
         for number, (path, node, size) in enumerate(_find_largest(tree.root, columns)):
             node.anchor = f"{name.lower()}-{number}"
-            link = f'<a href="#{node.anchor}">{_escape(path.rstrip("/."))}</a>'
+            link = f'<a href="#{node.anchor}">{_escape(path)}</a>'
             ranking += f"<p>{link}<span>{bytes_text(size)}, {size / whole:.0%}</span></p>"
             ranking += f'<div class="bar" style="width: {min(size / whole, 1):.1%}"></div>'
         ranking = f"<div><h3>{heading}</h3>{ranking or 'Nothing.'}</div>"
-    table = dataclasses.replace(report, verdict="", notes=())._repr_html_()
-    details = f"<details><summary>The same as a table</summary>{table}</details>"
-    return ranking, write_tree(tree) + details
+    return ranking, write_tree(tree)
 
 
-def _find_largest(root: Node, columns: Sequence[str]) -> list[tuple[str, Node, float]]:
-    """The nodes with most of some columns. One that has more than half of it is looked into."""
+_Share = tuple[str, Node, float]
 
-    def read(path: str, node: Node) -> list[tuple[str, Node, float]]:
-        nodes = [(path + child.label, child) for child in node.children.values()]
-        return [(path, one, sum(one.sums.get(c, 0) for c in columns)) for path, one in nodes]
+
+def _find_largest(root: Node, columns: Sequence[str]) -> list[_Share]:
+    """Path, node and size of those with most of some columns."""
+
+    def measure(node: Node) -> float:
+        return sum(node.sums.get(column, 0) for column in columns)
+
+    def split(path: str, node: Node, size: float) -> list[_Share]:
+        """A node; or what is below it, if that is more than half of all."""
+        # Several rows of one path are below it, and have no path of their own.
+        is_one = len(node.children) < 2 or any(key[0] == "/" for key in node.children)
+        if is_one or size <= whole / 2:
+            return [(path.rstrip("/."), node, size)]
+        below = [(path + one.label, one, measure(one)) for one in node.children.values()]
+        rest = size - sum(own for *_, own in below)
+        itself = f"{path.rstrip('/.')} itself"
+        return [(itself, node, rest), *(found for one in below for found in split(*one))]
 
     skipped = _NOT_RANKED if columns[-1] in root.sums else _NOT_RANKED - {"temporaries"}
-    # Outputs take the memory of donated arrays before other memory.
-    donated = sum(size for path, _, size in read("", root) if path == "donated")
+    sizes = {name: measure(node) for name, node in root.children.items()}
+    if "outputs" in sizes:
+        # They take the memory of donated arrays before other memory.
+        sizes["outputs"] += sizes.get("donated", 0)
+    kept = {name: size for name, size in sizes.items() if name not in skipped}
+    whole = sum(kept.values())
     found = [
-        (path, node, size + donated * (path == "outputs"))
-        for path, node, size in read("", root)
-        if path not in skipped
+        share
+        for name, size in kept.items()
+        for share in split(root.children[name].label, root.children[name], size)
     ]
-    whole, opened = sum(size for *_, size in found), set()
-    while found:
-        found.sort(key=lambda item: item[-1], reverse=True)
-        path, node, size = found[0]
-        # Several rows of one path are below it, and have no path of their own.
-        is_split = len(node.children) > 1 and not any(key[0] == "/" for key in node.children)
-        if path in opened or not is_split or size <= whole / 2:
-            break
-        below = read(path, node)
-        itself = f"{path.rstrip('/.')} itself"
-        opened.add(itself)
-        found[:1] = [*below, (itself, node, size - sum(size for *_, size in below))]
-    return [item for item in found[:_LARGEST] if item[-1] > 0]
+    found.sort(key=lambda share: share[-1], reverse=True)
+    return [share for share in found[:_LARGEST] if share[-1] > 0]

@@ -6,11 +6,10 @@ on abstract meshes, deleted arrays and arrays of other processes are drawn like 
 
 import dataclasses
 import functools
-import html
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from penzai_shard.errors import PlanError, Problem, RuleTypeError, ShardingError
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.reports.quantities import bytes_text, plain_text
-from penzai_shard.reports.report import Column, HasReport, Line, Report
+from penzai_shard.reports.report import HasReport, Line, Report
 
 # Where a part of one dimension begins, and where it ends; the end is not in it.
 Interval = tuple[int, int]
@@ -35,16 +34,6 @@ _MOST_ACROSS = 4
 _MOST_RUNS = 4
 _GAP = "..."
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-# Hues that follow each other are far apart on the wheel: by the golden angle.
-_HUE_STEP = 137.508
-# Transparent tones can be read on light pages and on dark ones.
-_STYLE = """<style>
-.pzs table.parts {border-collapse: separate; border-spacing: 2px; margin: .5em 0}
-.pzs .parts th {font-weight: normal; white-space: nowrap; padding: .2em .6em}
-.pzs .parts th.name {font-weight: bold} .pzs .parts .across {text-align: center !important}
-.pzs .parts td {text-align: center !important; white-space: nowrap; border-radius: 3px;
-padding: .2em .6em; min-width: 2.5em; height: 1.6em}
-</style>"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,41 +88,36 @@ class ShardedArray(HasReport):
         return sorted({part.intervals[dim] for part in self.parts})
 
     def report(self) -> Report:
-        """The dimensions as a table, with a drawing of the parts."""
-        rows = []
-        for dim, length in enumerate(self.shape):
-            count = len(self.intervals(dim))
-            sizes = sorted({stop - start for start, stop in self.intervals(dim)})
-            split = f" = {count} x {sizes[0]:,}"
-            if len(sizes) > 1:
-                split = f" in {count} parts of {sizes[0]:,} to {sizes[-1]:,}"
-            axes = self._axes_text(self.mesh_axes[dim]) if self.mesh_axes else ""
-            rows.append((self.names[dim], f"{length:,}{split * (count > 1)}", axes))
-        parts = [dataclasses.asdict(part) for part in self.parts]
-        facts = {"bytes_per_device": self.bytes_per_device, "parts": parts}
-        # Of an array that is whole, the verdict says all that a table would.
-        names = ("dimension", "length", "mesh axes") if len(self.parts) > 1 else ()
-        rows = rows if names else []
-        columns, notes = [Column(name) for name in names], [*self._notes()]
-        report = Report("Sharding", self._verdict(), columns, rows, notes, facts=facts)
-        return dataclasses.replace(report, drawing=_make_grid(self))
+        """What it is, with a drawing of the parts."""
+        facts = {
+            "bytes_per_device": self.bytes_per_device,
+            "names": self.names,
+            "mesh_axes": self.mesh_axes,
+            "parts": [dataclasses.asdict(part) for part in self.parts],
+        }
+        notes, drawing = [*self._notes()], functools.partial(_draw, self)
+        return Report("Sharding", self._verdict(), notes=notes, facts=facts, drawing=drawing)
 
     def _verdict(self) -> str:
-        sizes = [
-            str(length) if name == f"dimension {dim}" else f"{name}={length}"
-            for dim, (name, length) in enumerate(zip(self.names, self.shape, strict=True))
-        ]
-        total, each = math.prod(self.shape) * itemsize(self.dtype), self.bytes_per_device
+        # As in a plan: each dimension with its length and mesh axes.
+        sizes = []
+        axes = self.mesh_axes or [()] * len(self.shape)
+        for dim, (name, length, own) in enumerate(zip(self.names, self.shape, axes, strict=True)):
+            size = str(length) if name == f"dimension {dim}" else f"{name}={length}"
+            sizes.append(f"{size}/{'+'.join(own)}" if own else size)
+        total = bytes_text(math.prod(self.shape) * itemsize(self.dtype))
         what = f"{self.path}: {self.dtype}" if self.path else str(self.dtype)
-        what += f"[{', '.join(sizes)}], {bytes_text(total)}"
-        holders = len(self.parts[0].devices)
+        what += f"[{', '.join(sizes)}], {total}"
+        counts = {len(part.devices) for part in self.parts}
+        holders = " to ".join(map(str, sorted({min(counts), max(counts)})))
         if len(self.parts) == 1:
-            return f"{what}: whole on {'one device' if holders == 1 else f'{holders} devices'}"
-        most = "at most " * (len({part.size for part in self.parts}) > 1)
-        held = "one device holds each" if holders == 1 else f"{holders} devices hold each"
-        return f"{what}: {len(self.parts)} parts of {most}{bytes_text(each)}, {held}"
+            return f"{what}: whole on {'one device' if counts == {1} else f'{holders} devices'}"
+        each = "at most " * self.is_uneven + bytes_text(self.bytes_per_device)
+        held = "one device holds each" if counts == {1} else f"{holders} devices hold each"
+        return f"{what}: {len(self.parts)} parts of {each}, {held}"
 
     def _notes(self) -> Iterator[str]:
+        devices = "devices"
         if isinstance(self.sharding, NamedSharding) and self.mesh_axes is not None:
             mesh, unreduced = self.sharding.mesh, self.sharding.spec.unreduced
             kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -142,23 +126,23 @@ class ShardedArray(HasReport):
             free = {axis for axis in kinds if axis not in taken and mesh.shape[axis] > 1}
             words = {"replicated": free, "manual": manual, "not summed yet": unreduced}
             for word in filter(words.get, words):
-                yield f"{word} over {self._axes_text(sorted(words[word]))}"
-            for name, length, axes in zip(self.names, self.shape, self.mesh_axes, strict=True):
-                if length % specs.part_count(axes, mesh.shape):
-                    over = self._axes_text(axes)
-                    what = "JAX refuses this of what goes in and out of a program"
-                    yield f"{name} ({length}) does not divide over {over}: {what}"
+                yield f"{word} over {', '.join(sorted(words[word]))}"
+            devices = f"devices of mesh ({mesh_text(mesh)})"
+        if self.is_uneven:
+            what = "JAX refuses this of what goes in and out of a program"
+            yield f"a length does not divide over its mesh axes: {what}"
         if self.sharding.memory_kind == "pinned_host":
             yield "in the memory of the host"
         is_abstract = not self.parts[0].processes
-        what = "by their places in the mesh" if is_abstract else "by their ids"
+        what = "by their places in it" if is_abstract else "by their ids"
         if self.is_on_others:
             what += f"; * marks what this process ({jax.process_index()}) holds"
-        yield f"in each cell the devices that hold the part, {what}"
+        yield f"in each cell the {devices} that hold the part, {what}"
 
-    def _axes_text(self, axes: Iterable[str]) -> str:
-        sizes = self.sharding.mesh.shape  # type: ignore[attr-defined]
-        return mesh_text({axis: sizes[axis] for axis in axes})
+    @property
+    def is_uneven(self) -> bool:
+        """Whether parts differ in size."""
+        return len({part.size for part in self.parts}) > 1
 
     @functools.cached_property
     def is_on_others(self) -> bool:
@@ -188,16 +172,13 @@ def show_sharding(array: Any) -> ShardedArray:
     >>> mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
     >>> sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
     >>> print(show_sharding(jax.ShapeDtypeStruct((8, 512), "float32", sharding=sharding)))
-    float32[8, 512], 16.0 KiB: 2 parts of 8.0 KiB, 4 devices hold each
-    dimension    length         mesh axes
-    dimension 0  8
-    dimension 1  512 = 2 x 256  model=2
+    float32[8, 512/model], 16.0 KiB: 2 parts of 8.0 KiB, 4 devices hold each
     dimension 1    0:256        256:512
     dimension 0  ┌────────────┬────────────┐
     0:8          │ 0, 2, 4, 6 │ 1, 3, 5, 7 │
                  └────────────┴────────────┘
-    replicated over data=4
-    in each cell the devices that hold the part, by their places in the mesh
+    replicated over data
+    in each cell the devices of mesh (data=4, model=2) that hold the part, by their places in it
     """
     path, names, shape, dtype, sharding = _read_array(array)
     axes = None
@@ -288,145 +269,73 @@ def _group(keys: Iterable[tuple[Interval, ...]], devices: Iterable[Any]) -> tupl
 # The drawing
 
 
-class _Cell(NamedTuple):
-    text: str
-    number: int | None  # Of the part.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    """The parts of an array in rows and columns. Rows and columns are intervals by dimension.
-
-    Attributes:
-        array: The array.
-        down: The dimensions that run down.
-        across: The dimension that runs across, if one does.
-        rows: Where each row is.
-        columns: Where each column is.
-        cells: The number of the part in each row and column.
-    """
-
-    array: ShardedArray
-    down: list[int]
-    across: list[int]
-    rows: list[tuple[Interval, ...]]
-    columns: list[tuple[Interval, ...]]
-    cells: dict[tuple[Any, Any], int]
-
-    def lines(self, width: int) -> list[Line]:
-        """The drawing as text, with as many columns as fit the width; three at least."""
-        for most in range(_MOST_COLUMNS, _FEWEST_COLUMNS - 1, -1):
-            lines = self._lines(most)
-            if max(sum(len(text) for text, _ in line) for line in lines) <= width:
-                break
-        return lines
-
-    def _table(self, most_columns: int) -> tuple[list[str], list[list[str]], list[list[_Cell]]]:
-        """The heads of the columns, the labels of the rows, and their cells."""
-        rows, columns = _elide(self.rows, _MOST_ROWS), _elide(self.columns, most_columns)
-        cells = [[self._cell(row, column) for column in columns] for row in rows]
-        return ["".join(label) for label in _labels(columns)], _labels(rows), cells
-
-    def _lines(self, most_columns: int) -> list[Line]:
-        heads, labels, cells = self._table(most_columns)
-        widths = [
-            max(len(head), *(len(row[i].text) for row in cells)) for i, head in enumerate(heads)
-        ]
-        # What stands left of the cells: a column for each dimension that runs down.
-        left = [[self.array.names[dim] for dim in self.down], *labels]
-        sizes = [max(map(len, texts)) + 2 for texts in zip(*left, strict=True)]
-        names, *margins = ["".join(map(str.ljust, texts, sizes)) for texts in left]
-        corner = "".join(self.array.names[dim] for dim in self.across)
-        margin = max(len(names), len(corner) + 2)
-        lines: list[Line] = []
-        if self.across:
-            texts = (f"  {head.ljust(size)} " for head, size in zip(heads, widths, strict=True))
-            lines.append([(corner.ljust(margin), "bold"), ("".join(texts), "")])
-        lines.append([(names.ljust(margin), "bold"), (_border("┌┬┐", widths), "")])
-        for label, row in zip(margins, cells, strict=True):
-            line = [(label.ljust(margin) + "│", "")]
-            for cell, size in zip(row, widths, strict=True):
-                colour = "" if cell.number is None else _COLOURS[cell.number % len(_COLOURS)]
-                line += [(f" {cell.text.ljust(size)} ", colour), ("│", "")]
-            lines.append(line)
-        return [*lines, [(" " * margin + _border("└┴┘", widths), "")]]
-
-    def html(self) -> str:
-        """The drawing as a table."""
-        heads, labels, cells = self._table(_MOST_COLUMNS)
-        names = [f'<th class="name">{html.escape(name)}</th>' for name in self.array.names]
-        # Each row has a cell for each dimension that runs down, and one at least.
-        padding = "<th></th>" * max(len(self.down), 1)
-        lines = ["".join(names[dim] for dim in self.down)]
-        if self.across:
-            texts = "".join(f'<th class="across">{text}</th>' for text in heads)
-            lines.insert(0, names[self.across[0]] + padding.removeprefix("<th></th>") + texts)
-        for label, row in zip(labels, cells, strict=True):
-            line = "".join(f"<th>{text}</th>" for text in label) or padding
-            for cell in row:
-                style = ""
-                if cell.number is not None:
-                    hue = round(cell.number * _HUE_STEP % 360)
-                    style = f' style="background: hsla({hue}, 65%, 50%, 0.28)"'
-                line += f"<td{style}>{cell.text}</td>"
-            lines.append(line)
-        return f'{_STYLE}<table class="parts"><tr>{"</tr><tr>".join(lines)}</tr></table>'
-
-    def _cell(self, row: Any, column: Any) -> _Cell:
-        """Who holds the part in a row and a column."""
-        number = self.cells.get((row, column))
-        if number is None:
-            return _Cell(_GAP if None in (row, column) else "", None)
-        part = self.array.parts[number]
-        text = _runs(part.devices)
-        if self.array.is_on_others:
-            text += f" (process {_runs(part.processes)})"
-            text += " *" * (jax.process_index() in part.processes)
-        return _Cell(text, number)
-
-
-def _make_grid(array: ShardedArray) -> _Grid:
-    """Lets the last dimension that is split run across, and the others down."""
+def _draw(array: ShardedArray, width: int) -> list[Line]:
+    """A table of the parts, with as many columns as fit the width; three at least."""
     dims = range(len(array.shape))
     split = [dim for dim in dims if len(array.intervals(dim)) > 1]
     # A matrix is drawn as one, whichever of its dimensions are split.
     whole = [dim for dim in reversed(dims) if dim not in split]
     drawn = sorted([*split, *whole[: max(2 - len(split), 0)]])
+    # The last dimension runs across, the others down.
     is_long = len(drawn) == 1 and len(array.intervals(drawn[0])) > _MOST_ACROSS
     down, across = (drawn, []) if is_long else (drawn[:-1], drawn[-1:])
-
-    def keys(own: list[int]) -> list[tuple[Interval, ...]]:
-        return list(itertools.product(*map(array.intervals, own)))
-
-    def place(part: ArrayPart, own: list[int]) -> tuple[Interval, ...]:
-        return tuple(part.intervals[dim] for dim in own)
-
-    cells = {(place(part, down), place(part, across)): i for i, part in enumerate(array.parts)}
-    return _Grid(array, down, across, keys(down), keys(across), cells)
+    for most in range(_MOST_COLUMNS, _FEWEST_COLUMNS - 1, -1):
+        lines = _draw_table(array, down, across, most)
+        if max(sum(len(text) for text, _ in line) for line in lines) <= width:
+            break
+    return lines
 
 
-def _elide(keys: Sequence[Any], most: int) -> list[Any]:
-    """The first and the last of many, with None for those between."""
-    if len(keys) <= most:
-        return list(keys)
-    first = most // 2
-    return [*keys[:first], None, *keys[len(keys) - (most - first - 1) :]]
+def _draw_table(array: ShardedArray, down: list[int], across: list[int], most: int) -> list[Line]:
+    # Rows and columns are intervals by dimension, or None for those that are left out.
+    def keys(dims: list[int], most: int) -> list[Any]:
+        found = [*itertools.product(*map(array.intervals, dims))]
+        first = most // 2
+        return found if len(found) <= most else [*found[:first], None, *found[first + 1 - most :]]
 
-
-def _labels(keys: Sequence[Any]) -> list[list[str]]:
-    """The intervals of rows or columns as text, empty where they are those of the one before."""
-    labels, before = [], ()
-    for key in keys:
+    def labels(key: Any, dims: list[int]) -> list[str]:
         if key is None:
-            labels.append([_GAP] * len(before))
-            continue
-        same = [a == b for a, b in zip(key, before or (None,) * len(key), strict=True)]
-        # An outer interval that is new is written with all that follow it.
-        shown = [not all(same[: dim + 1]) for dim in range(len(key))]
-        texts = (f"{start}:{stop}" for start, stop in key)
-        labels.append([text * is_new for text, is_new in zip(texts, shown, strict=True)])
-        before = key
-    return labels
+            return [_GAP] * len(dims)
+        return [f"{start}:{stop}" for start, stop in key]
+
+    places = {
+        tuple(tuple(part.intervals[dim] for dim in dims) for dims in (down, across)): number
+        for number, part in enumerate(array.parts)
+    }
+    rows, columns = keys(down, _MOST_ROWS), keys(across, most)
+    numbers = [[places.get((row, column)) for column in columns] for row in rows]
+    texts = [[_GAP if n is None else _cell_text(array, n) for n in row] for row in numbers]
+    heads = ["".join(labels(column, across)) for column in columns]
+    widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
+
+    # What stands left of the cells: a column for each dimension that runs down.
+    left = [[array.names[dim] for dim in down], *(labels(row, down) for row in rows)]
+    sizes = [max(map(len, column)) + 2 for column in zip(*left, strict=True)]
+    names, *margins = ["".join(map(str.ljust, line, sizes)) for line in left]
+    corner = "".join(array.names[dim] for dim in across)
+    margin = max(len(names), len(corner) + 2)
+    lines: list[Line] = []
+    if across:
+        line = (f"  {head.ljust(size)} " for head, size in zip(heads, widths, strict=True))
+        lines.append([(corner.ljust(margin), "bold"), ("".join(line), "")])
+    lines.append([(names.ljust(margin), "bold"), (_border("┌┬┐", widths), "")])
+    for label, row, cells in zip(margins, numbers, texts, strict=True):
+        pieces = [(label.ljust(margin) + "│", "")]
+        for number, text, size in zip(row, cells, widths, strict=True):
+            colour = "" if number is None else _COLOURS[number % len(_COLOURS)]
+            pieces += [(f" {text.ljust(size)} ", colour), ("│", "")]
+        lines.append(pieces)
+    return [*lines, [(" " * margin + _border("└┴┘", widths), "")]]
+
+
+def _cell_text(array: ShardedArray, number: int) -> str:
+    """Who holds a part."""
+    part = array.parts[number]
+    text = _runs(part.devices)
+    if array.is_on_others:
+        text += f" (process {_runs(part.processes)})"
+        text += " *" * (jax.process_index() in part.processes)
+    return text
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penzai_shard.errors import SelectionError
-from penzai_shard.reports import Column, HasReport, Report
+from penzai_shard.reports.report import Column, HasReport, Report
 
 PATH = Column("path", "path")
 BYTES = Column("bytes", "bytes")

@@ -13,13 +13,14 @@ import pytest
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.errors import MeshError, PropagationError, RuleTypeError
+from penzai_shard.errors import MeshError, PropagationError, RuleTypeError, ShardingError
 from penzai_shard.views import page
 from tests.layouts.transformers import build_llama, loss_fn
 
 MESH = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
 LAYOUT = pzs.Layout.two_dimensional(min_size=0)
 HOSTILE = "<script>alert(1)</script><img src=x>\x1b[31m"
+UNWRITABLE = (".", "report.html/page.html", "/proc/page.html", "a\0b", "a" * 300, None)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -101,6 +102,19 @@ def test_rules_that_do_not_fit_are_on_the_page_and_names_are_written_out(tmp_pat
     assert HOSTILE.replace("\x1b", "\\x1b") in words(path)
 
 
+def test_named_inputs_of_a_step_are_the_batch_if_the_model_takes_them(tmp_path):
+    layer = pz.nn.Linear.from_config("up", jax.random.key(0), {"embedding": 8}, {"neurons": 16})
+    rules = {"neurons": "model"}
+    model = pzs.make_plan(layer, MESH, rules).restore_structs()
+    for axis, said in {"embedding": "whole batch", "other": "no batch was given"}.items():
+        batch = {"x": pz.nx.ones({"batch": 8, axis: 8})}
+        batch = pzs.make_plan(batch, MESH, {}).restore_structs()
+        path = tmp_path / "page.html"
+        page.report(model, MESH, rules, lambda model, x: x, model, path=path, **batch)
+        assert said in words(path)
+        assert "uncallable" not in words(path)
+
+
 def test_causes_that_cannot_be_found_are_said_and_the_rest_is_there(tmp_path, monkeypatch):
     def refuse(step):
         raise PropagationError("this jaxlib does not offer it")
@@ -112,44 +126,53 @@ def test_causes_that_cannot_be_found_are_said_and_the_rest_is_there(tmp_path, mo
     assert step.memory.report().verdict in said
 
 
-def test_mistake_in_the_call_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
+def test_mistake_is_refused_and_the_page_before_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    before = tmp_path / "report.html"
+    before.write_text("The page before.")
     write = functools.partial(page.report, {"w": pz.nx.ones({"a": 8})})
     other = pzs.make_mesh({"data": 8}, abstract=True)
     for error, call in (
         (RuleTypeError, lambda: write({"data": 4}, {})),
         (RuleTypeError, lambda: write(MESH, {}, tokens=1)),
         (RuleTypeError, lambda: write(MESH, {}, "no step")),
-        (RuleTypeError, lambda: write(MESH, {}, path=".")),
         (MeshError, lambda: write(other, {}, trained()[1])),
+        (MeshError, lambda: write(MESH, {}, lambda x: x, 1.0)),
+        *[(ShardingError, functools.partial(write, MESH, {}, path=path)) for path in UNWRITABLE],
     ):
-        with pytest.raises(error) as caught:
+        with pytest.raises(ShardingError) as caught:
             call()
+        assert type(caught.value) is error
         assert all(problem.fix for problem in caught.value.problems)
-    assert [*tmp_path.iterdir()] == []
+    # What a step raises is its own.
+    with pytest.raises(ZeroDivisionError):
+        write(MESH, {}, lambda x: 1 // 0, 1.0)
+    assert [*tmp_path.iterdir()] == [before]
+    assert before.read_text() == "The page before."
 
 
-# For each frame its scroll width, and the texts with a contrast below 4.5 as WCAG 2 has it.
+# For each frame its scroll width, its paper, and texts with a contrast below 4.5 as WCAG 2 has it.
 MEASURE = """
 const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
 const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
 const light = rgb => rgb.map(c => c / 255)
   .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
   .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0) + 0.05;
-onload = () => {
-  const found = [...document.querySelectorAll('iframe')].map(({contentDocument: page}) => {
-    const style = element => page.defaultView.getComputedStyle(element);
-    const behind = element => element === null ? [255, 255, 255]
-      : over(parse(style(element).backgroundColor), behind(element.parentElement));
-    page.querySelectorAll('details').forEach(one => one.open = true);
-    const weak = [...page.querySelectorAll('body *')].filter(element => {
-      const paper = behind(element), ink = over(parse(style(element).color), paper);
-      const [low, high] = [light(paper), light(ink)].sort((a, b) => a - b);
-      return element.innerText && high / low < 4.5;
-    });
-    const names = weak.map(element => element.className + ': ' + element.innerText.slice(0, 40));
-    return [page.documentElement.scrollWidth, style(page.body).backgroundColor, names];
+const measure = ({contentDocument: page}) => {
+  const style = element => page.defaultView.getComputedStyle(element);
+  const behind = element => element === null ? [255, 255, 255]
+    : over(parse(style(element).backgroundColor), behind(element.parentElement));
+  page.querySelectorAll('details').forEach(one => one.open = true);
+  const weak = [...page.querySelectorAll('body *')].filter(element => {
+    const paper = behind(element), ink = over(parse(style(element).color), paper);
+    const [low, high] = [light(paper), light(ink)].sort((a, b) => a - b);
+    return element.innerText && high / low < 4.5;
   });
+  const {scrollWidth} = page.documentElement;
+  return [scrollWidth, style(page.body).backgroundColor, weak.map(one => one.innerText)];
+};
+onload = () => {
+  const found = [...document.querySelectorAll('iframe')].map(measure);
   document.body.textContent = JSON.stringify(found);
 };"""
 
