@@ -1,4 +1,4 @@
-"""Writes one page about a layout: verdict, figures, plan, memory, collectives, findings, and why.
+"""Writes one page about a layout: verdict, figures, plan, findings, memory, collectives, and why.
 
 The page is one HTML file without scripts that loads nothing. What it shows are the reports of other
 rooms; what could not be found out stands in its section in the words of the error.
@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penzai_shard.arrays.structure import leaves_of
+from penzai import pz
+
 from penzai_shard.causes.collectives import explain_collectives
 from penzai_shard.causes.why import WhyReport, why
 from penzai_shard.errors import (
@@ -42,8 +43,9 @@ from penzai_shard.reports.report import Column, HasReport, Report
 from penzai_shard.reports.tree import Node
 from penzai_shard.rules import OnIndivisible
 
-# Trees of more rows are not written, so that a page stays below 2 MB; a table ends by itself.
-_MOST_TREE_ROWS = 1500
+# Trees of more rows are not written, so that a page stays below 2 MB (measured: 200 bytes a row);
+# a table ends by itself.
+_MOST_TREE_ROWS = 3000
 _LARGEST = 3
 # What is said first of these sections: the nodes with most of some columns together.
 _RANKED = {
@@ -152,7 +154,7 @@ def _plan(model: Any, mesh: AnyMesh, rules: Any, options: Any) -> ShardingPlan:
 
 def _find(model: Any, mesh: AnyMesh, rules: Any, inputs: Any, options: Any) -> LintReport:
     """The findings, with the inputs of the step as the batch, if the model takes them."""
-    named = {name: x for name, x in inputs.items() if any(leaf.names for leaf in leaves_of(x))}
+    named = {name: x for name, x in inputs.items() if isinstance(x, pz.nx.NamedArray)}
     found = lint(model, mesh, rules, batch=named or None, **options)
     # A loss may call the model with something else.
     is_called = "uncallable" not in (one.kind for one in found.findings)
