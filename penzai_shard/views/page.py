@@ -255,6 +255,8 @@ def _summarise(sections: _Sections) -> tuple[str, str, list[_Figure]]:
         needed = bytes_text(memory.total), limit, _STATES[memory.fits]
         if isinstance(plan, ShardingPlan):
             state, verdict = _STATES[memory.fits], f"The step {memory.report().verdict}."
+    elif memory.report().ok is False:
+        state, verdict = "bad", f"The step cannot be compiled. {verdict}"
     if isinstance(sent, CollectiveReport):
         count = sent.total.count
         moved = bytes_text(sent.wire_bytes), f"in {count:,} collective{'s' * (count != 1)}", ""

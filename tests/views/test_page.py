@@ -109,6 +109,14 @@ def test_named_inputs_of_a_step_are_the_batch_if_the_model_takes_them(tmp_path):
         assert "uncallable" not in words(path)
 
 
+def test_step_that_cannot_be_compiled_is_said(tmp_path):
+    sharding = jax.NamedSharding(MESH, jax.P())
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)
+    path = tmp_path / "page.html"
+    page.report({"x": x}, MESH, {}, jax.ffi.ffi_call("nowhere", x), x, path=path)
+    assert "The step cannot be compiled. Each device holds 32 B of 32 B." in words(path)
+
+
 def test_causes_that_cannot_be_found_are_said_and_the_rest_is_there(tmp_path, monkeypatch):
     def refuse(step):
         raise PropagationError("this jaxlib does not offer it")
