@@ -171,6 +171,20 @@ def group_paths(items: Iterable[tuple[str, Hashable]]) -> list[list[int]]:
     return sorted(found)
 
 
+def paths_text(paths: Iterable[str], most: int) -> str:
+    """Paths as one text: those of equal blocks folded, and no more than some.
+
+    >>> paths_text(["block_0/w", "block_1/w", "head", "table"], 2)
+    'block_{0-1}/w, head, and 1 more'
+    """
+    known = list(dict.fromkeys(paths))
+    groups = group_paths((path, None) for path in known)
+    folded = [fold_paths([known[i] for i in members]) for members in groups]
+    if len(folded) > most:
+        folded = [*folded[:most], f"and {len(folded) - most:,} more"]
+    return ", ".join(folded)
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])

@@ -69,7 +69,7 @@ def lint(
     """Finds what is probably a mistake or a waste in how a model is laid over a mesh.
 
     Nothing runs: the model is planned and, with a batch, traced. Each rule that a finding offers
-    was planned before, and mends more than it breaks.
+    was planned before, and breaks nothing else.
 
     Args:
         model_or_state: A model, a train state, or any tree of arrays or of their shapes.
@@ -103,7 +103,7 @@ def lint(
         raise RuleTypeError("lint:", [problem])
 
     subject = read_subject(model_or_state, request, rules)
-    flows = follow_flows(subject, batch, min_bytes)
+    flows = follow_flows(subject, batch)
     known = subject.logical_axes | flows.logical_axes
     found = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
     notes = [*flows.notes]

@@ -6,11 +6,12 @@ are copies on purpose.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
-from penzai_shard.findings.subject import Finding, Subject
+from penzai_shard.findings.subject import Finding, Subject, table_path
 from penzai_shard.paths import nearest
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.rules import TRANSFORMER_AXES, AxisRules, Rule
@@ -37,79 +38,48 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
     {Rule(logical_axis='neuron', mesh_axes=('data',), ...): 'neurons'}
     """
     free = [name for name in present if name not in rules.logical_axes]
-    # The names of a preset are alternatives.
-    absent = [r for r in rules.rules if r.logical_axis not in present and not r.optional]
-    near = {rule: _nearest_word(rule.logical_axis, free) for rule in absent}
-    return {rule: name for rule, name in near.items() if name is not None}
-
-
-def _nearest_word(name: Hashable, known: Collection[Hashable]) -> str | None:
-    """The name that was probably meant: a near one, or one that is written out or cut short."""
-    near = nearest(name, known)
-    if near is None and isinstance(name, str) and len(name) > 2:
-        texts = [other for other in known if isinstance(other, str)]
-        near = next((text for text in texts if text.startswith(name)), None)
-    # With another word it is the name of something else.
-    shorter, longer = sorted([str(name), str(near)], key=len)
-    is_other = longer.startswith(f"{shorter}_") or longer.endswith(f"_{shorter}")
-    return None if is_other else near
+    found = {}
+    for rule in rules.rules:
+        name = rule.logical_axis
+        near = nearest(name, free)
+        # The names of a preset are alternatives.
+        if near is None or name in present or rule.optional:
+            continue
+        # With another word it is the name of something else: of queries, not of all heads.
+        shorter, longer = sorted([str(name), near], key=len)
+        if not longer.startswith(f"{shorter}_") and not longer.endswith(f"_{shorter}"):
+            found[rule] = near
+    return found
 
 
 def find_problems(subject: Subject) -> Iterator[Finding]:
     """What keeps rules from being read, and arrays from being planned."""
-    fixes: dict[tuple[str, str], str] = {}
-    for table, own in subject.problems:
-        key = table, own.what
-        if key not in fixes:
-            fixes[key] = own.fix
-            if own.kind == "unknown":
-                renamed = list(_rename_mesh_axes(subject, subject.given[table]))
-                fixes[key] = subject.offer(table, renamed, fewer=True) or own.fix
-            elif own.kind in ("taken", "indivisible"):
-                fixes[key] = _mend(subject, table, own.path) or own.fix
-        yield Finding(own.kind, own.path, own.what, fixes[key])
+    renamed = {
+        table_path(table): subject.offer(table, _rename_mesh_axes(subject, table))
+        for table in subject.given
+        if any(own.path == table_path(table) for own in subject.problems)
+    }
+    for own in subject.problems:
+        yield Finding(own.kind, own.path, own.what, renamed.get(own.path) or own.fix)
 
 
-def _rename_mesh_axes(subject: Subject, rules: AxisRules) -> Iterator[Rule]:
-    """The rules for the mesh axes that were probably meant: near ones, or the only free one."""
-    shape = subject.mesh.shape
-    taken = {axis for rule in rules.rules for axis in rule.mesh_axes}
-    free = [axis for axis, size in shape.items() if axis not in taken and size > 1]
-    for rule in rules.rules:
-        unknown = [axis for axis in rule.mesh_axes if axis not in shape]
-        if rule.logical_axis in shape and {*unknown} & subject.logical_axes:
-            yield Rule(unknown[0], (str(rule.logical_axis),))  # It was written the wrong way round.
-            continue
-        meant = [
-            axis if axis in shape else nearest(axis, shape) or next(iter(free), None)
-            for axis in rule.mesh_axes
-        ]
-        axes = tuple(dict.fromkeys(axis for axis in meant if axis))
-        yield dataclasses.replace(rule, mesh_axes=axes)
-
-
-def _mend(subject: Subject, table: str, path: str) -> str:
-    """Rules by which an array has a layout: over a free mesh axis, or a part of it, or whole."""
-    row = next(row for row in subject.rows if row.path == path and subject.table_of(path) == table)
-    rules, given, mesh = subject.tables[table], subject.given[table], subject.mesh
-    if not row.names:
-        return ""
-    taken = {axis for rule in rules.rules for axis in rule.mesh_axes}
-    free = [axis for axis, size in mesh.shape.items() if axis not in taken and size > 1]
-    decision = rules.explain(row.names, row.shape, mesh)
-    for name, axes in zip(row.names, decision.mesh_axes, strict=True):
-        if name not in rules.logical_axes or axes:
-            continue
-        asked = next(rule.mesh_axes for rule in rules.rules if rule.logical_axis == name)
-        parts = asked if len(asked) > 1 else ()
-        is_split_elsewhere = any(name in subject.split(other) for other in subject.rows)
-        for choice in [*free, *parts, None]:
-            instead = AxisRules({name: choice}) | given
-            second = AxisRules([*given.rules, *AxisRules({name: choice}).rules])
-            for changed in (second, instead) if is_split_elsewhere else (instead,):
-                if fix := subject.offer(table, changed, fewer=True):
-                    return fix
-    return ""
+def _rename_mesh_axes(subject: Subject, table: str) -> list[Rule]:
+    """A table for the mesh axes that were probably meant: near ones, or one that has no rule."""
+    rules, sizes = subject.given[table].rules, subject.mesh.shape
+    taken = {axis for rule in rules for axis in rule.mesh_axes}
+    free = [axis for axis, size in sizes.items() if axis not in taken and size > 1]
+    renamed = []
+    for rule in rules:
+        meant: dict[str, None] = {}
+        for axis in rule.mesh_axes:
+            found = axis if axis in sizes else nearest(axis, sizes) or next(iter(free), None)
+            meant |= {found: None} if found else {}
+        changed = dataclasses.replace(rule, mesh_axes=tuple(meant))
+        is_reversed = rule.logical_axis in sizes and {*rule.mesh_axes} <= subject.logical_axes
+        if is_reversed and rule.mesh_axes:
+            changed = Rule(rule.mesh_axes[0], (str(rule.logical_axis),))
+        renamed.append(changed)
+    return renamed
 
 
 # Rules for nothing
@@ -124,7 +94,7 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
     """
     names = ", ".join(map(repr, sorted(known, key=str))) or "none"
     for table, rules in subject.tables.items():
-        path = "rules" if subject.layout is None else f"layout.{table}"
+        path = table_path(table)
         near = find_near_names(rules, known)
         presets: dict[tuple[str, ...], list[Any]] = {}
         whole: set[Hashable] = set()
@@ -163,7 +133,7 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
 
 def find_waste(
     subject: Subject, known: Collection[Hashable], used: set[str], min_bytes: int
-) -> Iterator[Finding]:
+) -> list[Finding]:
     """Large arrays that are whole over a free mesh axis, and mesh axes that split nothing.
 
     Args:
@@ -172,44 +142,51 @@ def find_waste(
         used: The mesh axes over which something that flows is split.
         min_bytes: Below this an array is not worth a finding.
     """
-    shape, used = subject.mesh.shape, {*used}
+    of_flows = {*used}
     for rules in subject.tables.values():
         for rule in rules.rules:
             is_of_arrays = rule.logical_axis in subject.logical_axes
             if not is_of_arrays and (is_for_activations(rule) or rule.logical_axis in known):
-                used.update(rule.mesh_axes)
-    on_purpose = {table: _find_whole_axes(subject, table, used) for table in subject.tables}
-    fixes: dict[tuple[str, Hashable, str], str] = {}
+                of_flows.update(rule.mesh_axes)
+    whole = _find_whole_arrays(subject, of_flows, min_bytes)
+    return [*whole, *_find_idle_axes(subject, known, of_flows)]
+
+
+def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
+    sizes = {axis: size for axis, size in subject.mesh.shape.items() if size > 1}
+    on_purpose = {table: _find_whole_axes(subject, table, of_flows) for table in subject.tables}
+
+    @functools.cache  # An offer is planned, and equal arrays have the same.
+    def offer(table: str, name: Hashable, axis: str) -> str:
+        return subject.offer(table, AxisRules({name: axis}) | subject.given[table])
+
     for row in subject.rows:
         table = subject.table_of(row.path)
         if row.spec is None or row.bytes_per_device < min_bytes:
             continue
-        for axis in (x for x in shape if x not in subject.axes_of(row) | on_purpose[table]):
-            names = _find_free_names(subject, table, row, axis)
-            for name in names:
-                key, changed = (table, name, axis), AxisRules({name: axis}) | subject.given[table]
-                if key not in fixes:
-                    fixes[key] = subject.offer(table, changed)
-            name = next(
-                (name for name in names if fixes[table, name, axis]), names[0] if names else None
-            )
-            is_nameless = {*(row.names or ())} <= {None}
-            is_in_vain = is_nameless or _is_asked(subject, subject.tables[table], row, axis)
-            if shape[axis] > 1 and (names or is_in_vain):
-                saved = row.bytes_per_device - row.bytes_per_device // shape[axis]
-                why = f", which could split {name!r}" if names else f": {row.reason}"
-                what = f"whole over mesh axis {axis!r} ({shape[axis]}){why}"
-                fix = fixes.get((table, name, axis), "")
+        is_nameless = {*(row.names or ())} <= {None}
+        for axis in (x for x in sizes if x not in subject.axes_of(row) | on_purpose[table]):
+            is_asked = _is_asked(subject, subject.tables[table], row, axis)
+            names = [] if is_asked else _find_free_names(subject, table, row, axis)
+            if names or is_asked or is_nameless:
+                why = f", which could split {names[0]!r}" if names else f": {row.reason}"
+                what = f"whole over mesh axis {axis!r} ({sizes[axis]}){why}"
+                fix = next(filter(None, (offer(table, name, axis) for name in names)), "")
+                saved = row.bytes_per_device - row.bytes_per_device // sizes[axis]
                 yield Finding("under-sharded", row.path, what, fix, saved)
 
-    used.update(axis for row in subject.rows for axis in subject.axes_of(row))
+
+def _find_idle_axes(
+    subject: Subject, known: Collection[Hashable], of_flows: set[str]
+) -> Iterator[Finding]:
+    used = of_flows.union(*map(subject.axes_of, subject.rows))
     for table, rules in subject.tables.items():
         for rule in rules.rules:
             # A preset splits where that is worth it, and a layout what flows.
             is_flowing = table in ("compute", "between_blocks") or rule.optional
             if rule.logical_axis is None or (is_flowing and rule.logical_axis in known):
                 used.update(rule.mesh_axes)
-    for axis, size in shape.items():
+    for axis, size in subject.mesh.shape.items():
         if size > 1 and axis not in used:
             what = f"nothing is split over mesh axis {axis!r}: {size} devices each hold and compute"
             yield Finding("idle mesh axis", "mesh", f"{what} the same")
@@ -239,8 +216,6 @@ def _is_asked(subject: Subject, rules: AxisRules, row: LeafPlan, axis: str) -> b
 def _find_free_names(subject: Subject, table: str, row: LeafPlan, axis: str) -> list[Hashable]:
     """The logical axes of an array that no rule names and that divide, the best first."""
     rules, size = subject.tables[table], subject.mesh.shape[axis]
-    if _is_asked(subject, rules, row, axis):
-        return []
     known = {*rules.logical_axes, *subject.split(row), None}
     pairs = zip(row.names or (), row.shape, strict=bool(row.names))
     free = {name: n for name, n in pairs if name not in known and n % size == 0}

@@ -15,7 +15,7 @@ from penzai_shard import specs
 from penzai_shard.errors import MeshError, Problem, RuleTypeError, ShardingError
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import TABLES
-from penzai_shard.paths import fold_paths, group_paths, join_paths
+from penzai_shard.paths import join_paths, paths_text
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.planning.planner import examine
@@ -62,18 +62,12 @@ def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     alike: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
         alike.setdefault((one.kind, one.what, one.fix), []).append(one)
-    found = []
+    folded = []
     for (kind, what, fix), members in alike.items():
-        paths = [*dict.fromkeys(one.path for one in members)]
-        paths.sort(key=lambda path: path.startswith("opt_state/"))
-        groups = group_paths((path, None) for path in paths)
-        texts = [fold_paths([paths[i] for i in group]) for group in groups]
-        texts[_MOST_PATHS:] = [f"and {len(texts) - _MOST_PATHS:,} more"] * (
-            len(texts) > _MOST_PATHS
-        )
+        paths = tuple(dict.fromkeys(one.path for one in members))
         wasted, several = sum(one.wasted_bytes for one in members), paths if len(paths) > 1 else ()
-        found.append(Finding(kind, ", ".join(texts), what, fix, wasted, tuple(several)))
-    return found
+        folded.append(Finding(kind, paths_text(paths, _MOST_PATHS), what, fix, wasted, several))
+    return folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Subject:
         given: The tables of rules as they were given, by name: ``"rules"``, or fields of a layout.
         tables: The same without rules for unknown mesh axes, in the model's own names.
         rows: The plan of each array.
-        problems: What cannot be read or planned, each with the name of its table.
+        problems: What cannot be read or planned.
     """
 
     model: Any
@@ -96,7 +90,7 @@ class Subject:
     given: Mapping[str, AxisRules]
     tables: Mapping[str, AxisRules]
     rows: Sequence[LeafPlan]
-    problems: Sequence[tuple[str, Problem]]
+    problems: Sequence[Problem]
 
     @property
     def mesh(self) -> Any:
@@ -126,46 +120,47 @@ class Subject:
         """The mesh axes that split an array."""
         return {axis for axes in self.split(row).values() for axis in axes}
 
-    def offer(self, table: str, rules: Any, *, fewer: bool = False) -> str:
+    def offer(self, table: str, rules: Any) -> str:
         """The sentence that puts other rules in the place of a table's.
 
         Args:
             table: The name of the table.
             rules: The other rules.
-            fewer: Whether they are to mend a problem.
 
         Returns:
-            ``""`` if a plan by these rules has a new problem, or none less where some should go.
+            ``""`` if they cannot be written, or a plan by them has a new problem.
         """
-        changed = AxisRules(rules)
-        name = "rules" if self.layout is None else f"layout.{table}"
-        text = _write_change(self.given[table], changed, name)
-        whole: Any = changed
+        changed: Any = AxisRules(rules)
+        text = _write_rules(self.given[table], changed, table_path(table))
+        sentence = f"Write rules={text}."
         if self.layout is not None:
-            text = text and f"dataclasses.replace(layout, {table}={text})"
             fields: Any = {table: changed}
             try:
-                whole = dataclasses.replace(self.layout, **fields)
+                changed = dataclasses.replace(self.layout, **fields)
             except RuleTypeError:
                 return ""
-        after = read_subject(self.model, self.request, whole).errors
-        is_better = after < self.errors if fewer else after <= self.errors
-        return f"Write {'layout' if self.layout else 'rules'}={text}." if text and is_better else ""
+            sentence = f"Write layout=dataclasses.replace(layout, {table}={text})."
+        after = read_subject(self.model, self.request, changed)
+        return sentence if text and after.errors <= self.errors else ""
 
     @functools.cached_property
     def errors(self) -> frozenset[tuple[str, str, str]]:
         """Kind, path and fact of each problem."""
-        return frozenset((own.kind, own.path, own.what) for _, own in self.problems)
+        return frozenset((own.kind, own.path, own.what) for own in self.problems)
+
+
+def table_path(table: str) -> str:
+    """What a table of rules is called in findings and in code."""
+    return table if table == "rules" else f"layout.{table}"
 
 
 def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
     """Reads rules in any form, or a layout, and plans by them."""
-    problems: list[tuple[str, Problem]] = []
+    problems: list[Problem] = []
 
-    def note(error: ShardingError, table: str, path: str, kind: str) -> None:
+    def note(error: ShardingError, path: str, kind: str) -> None:
         for own in error.problems:
-            where = join_paths(path, own.path)
-            problems.append((table, Problem(where, own.what, own.fix, kind)))
+            problems.append(Problem(join_paths(path, own.path), own.what, own.fix, kind))
 
     layout = rules if isinstance(rules, Layout) else None
     given = {"rules": AxisRules({})}
@@ -178,7 +173,7 @@ def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
         except MeshError:
             given = {"rules": AxisRules(rules)}
         except RuleTypeError as error:
-            note(error, "rules", "rules", "unreadable")
+            note(error, "rules", "unreadable")
 
     # Rules for mesh axes that there are not are left out.
     tables, sizes = {}, request.mesh.shape
@@ -186,7 +181,7 @@ def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
         try:
             table.on(sizes)
         except MeshError as error:
-            note(error, name, "rules" if layout is None else f"layout.{name}", "unknown")
+            note(error, table_path(name), "unknown")
         tables[name] = AxisRules([r for r in table.rules if {*r.mesh_axes} <= sizes.keys()])
     if layout is not None:
         known: Any = tables
@@ -194,7 +189,7 @@ def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
             named = dataclasses.replace(layout, **known).for_model(model, request.mesh)
             tables = {name: getattr(named, name) for name in tables}
         except ShardingError as error:
-            note(error, "", "layout", "misfit")
+            note(error, "layout", "misfit")
 
     rows: list[LeafPlan] = []
     for name in ("rules", "parameters", "optimizer"):
@@ -202,7 +197,7 @@ def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
             own_request = dataclasses.replace(request, rules=tables[name])
             plan, found, _ = examine(model, own_request)
             rows += [row for row in plan.leaves if _table_of(row.path, tables) == name]
-            problems += [(name, own) for own in found if _table_of(own.path, tables) == name]
+            problems += [own for own in found if _table_of(own.path, tables) == name]
     return Subject(model, request, layout, given, tables, rows, problems)
 
 
@@ -229,10 +224,7 @@ def split_axes(
     return {name: own for name, own in used.items() if name is not None and own}
 
 
-# Writing
-
-
-def _write_change(old: AxisRules, new: AxisRules, name: str) -> str:
+def _write_rules(old: AxisRules, new: AxisRules, name: str) -> str:
     """Other rules as an expression of Python; ``""`` where there is no short one.
 
     Args:
@@ -240,15 +232,16 @@ def _write_change(old: AxisRules, new: AxisRules, name: str) -> str:
         new: The other ones.
         name: The expression for the old ones.
     """
-
-    def pairs(rules: Sequence[Rule]) -> list[tuple[Hashable, Any]]:
-        axes = (own[0] if len(own) == 1 else own or None for own in (r.mesh_axes for r in rules))
-        return list(zip((rule.logical_axis for rule in rules), axes, strict=True))
-
-    if all(rule == Rule(rule.logical_axis or "", rule.mesh_axes) for rule in new.rules):
-        given = pairs(new.rules)
-        return repr(dict(given) if len(dict(given)) == len(given) else given)
+    is_plain = all(rule == Rule(rule.logical_axis, rule.mesh_axes) for rule in new.rules)
     # Presets stay as they are.
-    added = dict(pairs([rule for rule in new.rules if rule not in old.rules]))
-    is_sum = None not in added and AxisRules(added) | old == new
-    return f"AxisRules({added}) | {name}" if is_sum else ""
+    written = new.rules if is_plain else [rule for rule in new.rules if rule not in old.rules]
+    table: dict[Hashable, Any] = {}
+    for rule in written:
+        first, *others = rule.mesh_axes or (None,)
+        table[rule.logical_axis] = rule.mesh_axes if others else first
+    if None in table:
+        return ""
+    text, meaning = repr(table), AxisRules(table)
+    if not is_plain:
+        text, meaning = f"AxisRules({table}) | {name}", meaning | old
+    return text if meaning == new else ""

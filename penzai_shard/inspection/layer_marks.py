@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,11 +107,9 @@ class Layers:
         marked: Any = jax.tree_util.tree_unflatten(definition, children)
         if not is_layer(node):
             return marked
-        # Arrays of layers inside are theirs.
-        own = jax.tree.map(lambda x: None if _is_mark(x) else x, marked, is_leaf=_is_mark)
-        for leaf in leaves_of({place: own}):
+        for leaf in leaves_of({place: without_marked(marked)}):
             self._holders.setdefault(join_paths(names[0], leaf.path), {})[label] = None
-        return _Mark(marked, self._numbers[join_paths(names[0], place)], self)
+        return Mark(marked, self._numbers[join_paths(names[0], place)], self)
 
     def _add_layer(self, layer: Any, place: str, around: str, argument: str, prefix: str) -> str:
         """The label of a layer, which gets a number unless there is a layer at its place."""
@@ -130,6 +128,17 @@ class Layers:
         if label not in self.order:
             self.order.append(label)
         return label
+
+    def call_layer(
+        self, number: int, layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls a marked layer, and notes what goes into it and comes out."""
+        with jax.named_scope(f"pzs_layer_{number}"):
+            output = layer(*args, **kwargs)
+        marked = self.marked[number]
+        for arrays, tree in ((marked.inputs, args), (marked.outputs, output)):
+            arrays |= dict.fromkeys(describe_leaf(leaf, "outputs") for leaf in leaves_of(tree))
+        return output
 
     # What is known of arrays and operations
 
@@ -226,6 +235,11 @@ def unmark(tree: Any) -> Any:
     )
 
 
+def without_marked(tree: Any) -> Any:
+    """The same tree without the layers in it that are marked: their arrays are theirs."""
+    return jax.tree.map(lambda node: None if _is_mark(node) else node, tree, is_leaf=_is_mark)
+
+
 def layer_of_array(path: str) -> str:
     """The path of the layer that has an array of this path.
 
@@ -257,23 +271,24 @@ def _read_scopes(op_name: str) -> list[str]:
 
 
 @pz.pytree_dataclass
-class _Mark(WrapperLayer):
-    """A layer around another, which no other layer can tell from it.
+class Mark(WrapperLayer):
+    """A layer around another, which no other layer can tell from it, and whose calls are observed.
 
     Layers may take several arguments, ask for each other's types and read private attributes.
+
+    Attributes:
+        body: The layer.
+        mark_key: What the observer knows it by.
+        mark_observer: Its ``call_layer(key, layer, args, kwargs)`` calls the layer.
     """
 
     body: Any
-    mark_number: int = dataclasses.field(metadata={"pytree_node": False})
-    mark_layers: Layers = dataclasses.field(metadata={"pytree_node": False})
+    mark_key: Hashable = dataclasses.field(metadata={"pytree_node": False})
+    mark_observer: Any = dataclasses.field(metadata={"pytree_node": False})
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(f"pzs_layer_{self.mark_number}"):
-            output = self.body(*args, **kwargs)
-        layer = self.mark_layers.marked[self.mark_number]
-        for arrays, tree in ((layer.inputs, args), (layer.outputs, output)):
-            arrays |= dict.fromkeys(describe_leaf(leaf, "outputs") for leaf in leaves_of(tree))
-        return output
+        """Has the observer call the layer."""
+        return self.mark_observer.call_layer(self.mark_key, self.body, args, kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -286,4 +301,4 @@ class _Mark(WrapperLayer):
 
 
 def _is_mark(value: Any) -> bool:
-    return type(value) is _Mark
+    return type(value) is Mark

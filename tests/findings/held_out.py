@@ -290,7 +290,7 @@ def a_misspelt_name_in_a_constraint():
 
 
 # Flops of each device 14.4e11 in place of 4.1e11.
-@mistake("features_out", "constrain")
+@mistake("features_out", "sublayers")
 def a_constraint_with_the_name_of_the_weights():
     return setup(constrain(MESH, TP), MESH, TP, batch=split(MESH))
 

@@ -79,7 +79,7 @@ IN_REGION = per_device(
     BATCH, pzs.Recipe(pzs.insert_before("**/elementwise", by_name(BATCH, DATA))).apply(MODEL)
 )
 SHARDING = pzs.ConstrainSharding(NamedSharding(DATA, PartitionSpec("data")))
-OPEN = NamedSharding(MESH, PartitionSpec("data", PartitionSpec.UNCONSTRAINED))
+OPEN = NamedSharding(DATA, PartitionSpec("data", PartitionSpec.UNCONSTRAINED))
 MISSPELT = activations(({"bach": "data"},), (BATCH,))
 OTHER_RULE = around(pzs.GatherParameters, rules={"neuron": "model"})
 BOTH = BATCH | {"neurons": "data"}
@@ -100,12 +100,10 @@ MISTAKES = {
     "indivisible": ("indivisible", IN, after_blocks(by_name(BY_SEQ)), MESH, RULES, ODD_SEQ),
     "taken": ("taken", IN, after_blocks(by_name(BATCH | SEQ)), MESH, RULES, TOKENS),
     "of nothing, one of two": (IDLE, IN, after_blocks(by_name(LENGTHS)), MESH, RULES, TOKENS),
-    "size 1": (IDLE, IN, after_blocks(by_name({"batch": "pipe"}, THIN)), THIN, BATCH, TOKENS),
     "other axes": ("other mesh", IN, after_blocks(by_name({"batch": "x"}, mesh(x=8))), MESH, RULES,
         TOKENS),
     "other shape": ("other mesh", IN, after_blocks(by_name(BATCH, DATA)), MESH, RULES, TOKENS),
     "other sharding": ("other mesh", IN, after_blocks(SHARDING), MESH, RULES, TOKENS),
-    "twice": (IDLE, IN, after_blocks(by_name(BATCH), by_name(BATCH)), MESH, RULES, TOKENS),
     "undone": ("contradiction", IN, after_blocks(by_name(SEQ), by_name(BATCH)), MESH, RULES,
         TOKENS),
     "misspelt around": (IDLE, IN, MISSPELT, MESH, RULES, TOKENS),
@@ -162,7 +160,8 @@ HARMLESS = {
     "pinned around": (activations((RULES,), (RULES,)), MESH, RULES, TOKENS),
     "sequence parallel": (activations((BY_SEQ, BATCH), (BATCH, BY_SEQ)), MESH, RULES, TOKENS),
     "gathers": (after_blocks(by_name(BY_SEQ), by_name(BATCH)), MESH, BATCH, TOKENS),
-    "left to the compiler": (after_blocks(pzs.ConstrainSharding(OPEN)), MESH, RULES, TOKENS),
+    "twice": (after_blocks(by_name(BATCH), by_name(BATCH)), MESH, RULES, TOKENS),
+    "over one device": (after_blocks(by_name({"batch": "pipe"}, THIN)), THIN, BATCH, TOKENS),
     "copies on purpose": (after_blocks(by_name({"batch": None}, DATA)), DATA, BATCH, TOKENS),
     "whole on purpose": (after_blocks(by_name(BY_SEQ, on_indivisible="replicate")), MESH, RULES,
         ODD_SEQ),
@@ -215,6 +214,9 @@ def test_notes_say_what_was_not_looked_at():
     assert "no batch was given" in note
     (note,) = lint({"w": struct(neurons=8)}, DATA, {"neurons": "data"}, batch=TOKENS).notes
     assert "dict is no layer" in note
+    by_position = after_blocks(pzs.ConstrainSharding(OPEN))
+    (note,) = lint(by_position, DATA, BY_EMBEDDING, batch=TOKENS).notes
+    assert "by position" in note
 
 
 def test_rules_for_what_only_flows_are_used():
@@ -246,14 +248,6 @@ def test_a_layer_that_sums_over_devices_by_itself_can_be_called():
 def test_a_train_state_is_looked_at_as_its_model():
     (finding,) = lint(state_of(MODEL), DATA, BY_EMBEDDING, batch=TOKENS).findings
     assert (finding.kind, finding.paths[0]) == ("conflict", "params/table.embeddings")
-
-
-def test_a_preset_conflicts_only_where_a_lookup_would_sum_large_activations():
-    wide = pz.nn.EmbeddingTable.from_config("wide", jax.random.key(0), 8, {"embedding": 64})
-    model = pzs.abstract_model(lambda: pz.nn.Sequential([LOOKUP(wide)]))
-    assert {kind for kind, _ in keys(lint(model, DATA, FSDP, batch=LARGE))} == {"conflict"}
-    assert lint(model, DATA, FSDP, batch=TOKENS)
-    assert lint(MODEL, DATA, FSDP, batch=LARGE)
 
 
 def moved_bytes(model, on):
