@@ -85,9 +85,8 @@ def follow_flows(subject: Subject, batch: Any) -> Flows:
     if is_laid_out:
         findings += _check_layers(subject, matches)
     if not is_called:
-        why = "no batch was given"
-        if batch is not None:
-            why = f"a {type(model).__name__} is no layer of Penzai that could be called with it"
+        kind = type(model).__name__
+        why = "no batch was given" if batch is None else f"{kind} is no layer of Penzai to call"
         notes = [f"what flows through the model was not looked at: {why}"]
         return Flows(findings, names, used, notes)
 
@@ -172,27 +171,23 @@ def _check_layers(subject: Subject, matches: Sequence[Match]) -> Iterator[Findin
                 break
             if pin.side == "parameters":
                 names = {name for leaf in leaves_of(layer.body) for name in leaf.names or ()}
-                yield from _find_idle(pin, path, names, "the parameters in it")
+                yield from _find_idle(pin, path, names)
 
 
 def _find_idle(
-    pin: _Pin,
-    path: str,
-    present: set[Hashable | None],
-    where: str,
-    known: Collection[Hashable] = (),
+    pin: _Pin, path: str, present: set[Any], known: Collection[Hashable] = ()
 ) -> Iterator[Finding]:
     """Rules of a layer that split what is not there, and is known nowhere else, or all that do."""
-    near, kind = find_near_names(pin.rules, present), pin.kind
-    is_idle = present.isdisjoint(pin.rules.logical_axes)
+    near = find_near_names(pin.rules, present)
+    there = {*present} if present.isdisjoint(pin.rules.logical_axes) else {*present, *known}
     names = ", ".join(map(repr, sorted(present - {None}, key=str)))
+    where = "the parameters in it" if pin.side == "parameters" else "what flows through it"
     for rule in pin.rules.rules if names else ():
-        is_plain = rule == Rule(rule.logical_axis, rule.mesh_axes)
-        is_unknown = rule.logical_axis not in ({*present} if is_idle else {*present, *known})
-        if is_plain and is_unknown and rule.mesh_axes:
-            what = f"rule {rule} of this {kind} names no logical axis of {where}, which are {names}"
+        is_of_preset = rule != Rule(rule.logical_axis, rule.mesh_axes)
+        if rule.mesh_axes and not is_of_preset and rule.logical_axis not in there:
+            what = f"rule {rule} of this {pin.kind} names no logical axis of {where}, which are "
             fix = f"Write {near[rule]!r} in place of {rule.logical_axis!r}." if rule in near else ""
-            yield Finding("idle constraint", path, what, fix)
+            yield Finding("idle constraint", path, f"{what}{names}", fix)
 
 
 # The batch
@@ -318,13 +313,7 @@ class _Follower:
             return
         present = {name for leaf in leaves for name in leaf.names or ()}
         if self.is_laid_out:
-            where = "what flows through it"
-            self.findings += _find_idle(pin, call.place, present, where, self._known)
-        if pin.mesh_axes and pin.mesh_axes <= call.manual:
-            what = f"it is in a region that runs per device along {sorted(pin.mesh_axes)}, where "
-            what += "it pins nothing"
-            self.findings.append(Finding("idle constraint", call.place, what, "Leave it out."))
-            return
+            self.findings += _find_idle(pin, call.place, present, self._known)
         for number, leaf in enumerate(leaves):
             split = _split_by(pin.rules, leaf, self.mesh)
             new = {name: axes for name, axes in split.items() if call.manual.isdisjoint(axes)}

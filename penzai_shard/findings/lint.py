@@ -20,7 +20,7 @@ class LintReport(HasReport):
     """What ``lint`` found. Its truth value is whether that is nothing.
 
     Attributes:
-        findings: What is probably a mistake or a waste: errors first, then the largest waste.
+        findings: What is probably a mistake, then what is probably a waste, the largest first.
         notes: What was not looked at, in sentences.
         subject: What was looked at, in a few words.
     """
@@ -107,12 +107,12 @@ def lint(
     known = subject.logical_axes | flows.logical_axes
     found = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
     notes = [*flows.notes]
-    if any(one.kind in ERRORS for one in found):
-        notes.append("mend the errors, and lint again: waste was not looked for")
+    if any(one.kind in ERRORS or one.kind == "unused" for one in found):
+        notes.append("mend the rules, and lint again: waste was not looked for")
     else:
-        found += find_waste(subject, known, flows.mesh_axes, min_bytes)
+        waste = find_waste(subject, known, flows.mesh_axes, min_bytes)
+        found += sorted(waste, key=lambda one: -one.wasted_bytes)
     found = fold_findings(found)
-    found.sort(key=lambda one: (one.kind not in ERRORS, -one.wasted_bytes))
     count = len(subject.rows)
     what = f"{count:,} array{'s' * (count != 1)} on mesh ({mesh_text(request.mesh)})"
     return LintReport(tuple(found), tuple(notes), what)

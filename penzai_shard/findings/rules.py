@@ -7,9 +7,9 @@ are copies on purpose.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Hashable, Iterator
-from typing import Any
 
 from penzai_shard.findings.subject import Finding, Subject, table_path
 from penzai_shard.paths import nearest
@@ -54,10 +54,11 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
 
 def find_problems(subject: Subject) -> Iterator[Finding]:
     """What keeps rules from being read, and arrays from being planned."""
+    unknown = {own.path for own in subject.problems if own.kind == "unknown"}
     renamed = {
         table_path(table): subject.offer(table, _rename_mesh_axes(subject, table))
         for table in subject.given
-        if any(own.path == table_path(table) for own in subject.problems)
+        if table_path(table) in unknown
     }
     for own in subject.problems:
         yield Finding(own.kind, own.path, own.what, renamed.get(own.path) or own.fix)
@@ -67,14 +68,11 @@ def _rename_mesh_axes(subject: Subject, table: str) -> list[Rule]:
     """A table for the mesh axes that were probably meant: near ones, or one that has no rule."""
     rules, sizes = subject.given[table].rules, subject.mesh.shape
     taken = {axis for rule in rules for axis in rule.mesh_axes}
-    free = [axis for axis, size in sizes.items() if axis not in taken and size > 1]
+    free = next((axis for axis, size in sizes.items() if axis not in taken and size > 1), "")
     renamed = []
     for rule in rules:
-        meant: dict[str, None] = {}
-        for axis in rule.mesh_axes:
-            found = axis if axis in sizes else nearest(axis, sizes) or next(iter(free), None)
-            meant |= {found: None} if found else {}
-        changed = dataclasses.replace(rule, mesh_axes=tuple(meant))
+        meant = [axis if axis in sizes else nearest(axis, sizes) or free for axis in rule.mesh_axes]
+        changed = dataclasses.replace(rule, mesh_axes=tuple(dict.fromkeys(filter(None, meant))))
         is_reversed = rule.logical_axis in sizes and {*rule.mesh_axes} <= subject.logical_axes
         if is_reversed and rule.mesh_axes:
             changed = Rule(rule.mesh_axes[0], (str(rule.logical_axis),))
@@ -94,34 +92,27 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
     """
     names = ", ".join(map(repr, sorted(known, key=str))) or "none"
     for table, rules in subject.tables.items():
-        path = table_path(table)
-        near = find_near_names(rules, known)
-        presets: dict[tuple[str, ...], list[Any]] = {}
-        whole: set[Hashable] = set()
+        path, near = table_path(table), find_near_names(rules, known)
+        first = {rule.logical_axis: rule for rule in reversed(rules.rules)}
         for rule in rules.rules:
-            if rule.mesh_axes and rule.logical_axis in whole:
-                what = f"rule {rule} never applies: one before maps {rule.logical_axis!r} to None"
-                changed = [own for own in subject.given[table].rules if own != rule]
-                yield Finding("unused", path, what, subject.offer(table, changed))
-            whole.update([rule.logical_axis] if not rule.mesh_axes else [])
-            if rule.optional:
-                presets.setdefault(rule.mesh_axes, []).append(rule.logical_axis)
+            name, meant = rule.logical_axis, near.get(rule)
             is_harmless = not rule.mesh_axes or rule.optional or is_for_activations(rule)
-            is_known = rule.logical_axis is None or rule.logical_axis in known
-            if is_known or (is_harmless and rule not in near):
-                continue
-            meant = near.get(rule)
-            changed = [
-                dataclasses.replace(own, logical_axis=meant) if own == rule else own
-                for own in subject.given[table].rules
-                if own != rule or meant
-            ]
-            what = f"rule {rule} names no logical axis; there are {names}"
-            if meant:
+            if rule.mesh_axes and not first[name].mesh_axes:
+                what = f"rule {rule} never applies: one before maps {name!r} to None"
+            elif meant:
                 what = f"rule {rule} names no logical axis; the nearest is {meant!r}"
-            fix = subject.offer(table, changed) if known else ""
+            elif name is None or name in known or is_harmless:
+                continue
+            else:
+                what = f"rule {rule} names no logical axis; there are {names}"
+            instead = [dataclasses.replace(rule, logical_axis=meant)] if meant else []
+            own = [[other] if other != rule else instead for other in subject.given[table].rules]
+            fix = subject.offer(table, itertools.chain.from_iterable(own)) if known else ""
             yield Finding("unused", path, what, fix)
-        for axes, given in presets.items():
+        # The names of a preset are alternatives.
+        presets = [rule for rule in rules.rules if rule.optional]
+        for axes in dict.fromkeys(rule.mesh_axes for rule in presets):
+            given = [rule.logical_axis for rule in presets if rule.mesh_axes == axes]
             if known and {*given}.isdisjoint(known):
                 what = f"no logical axis is one of {given}, to be split over {axes}; "
                 what += f"there are {names}"
@@ -153,7 +144,8 @@ def find_waste(
 
 
 def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
-    sizes = {axis: size for axis, size in subject.mesh.shape.items() if size > 1}
+    sizes = subject.mesh.shape
+    by_size = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda x: -sizes[x])
     on_purpose = {table: _find_whole_axes(subject, table, of_flows) for table in subject.tables}
 
     @functools.cache  # An offer is planned, and equal arrays have the same.
@@ -165,15 +157,16 @@ def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> 
         if row.spec is None or row.bytes_per_device < min_bytes:
             continue
         is_nameless = {*(row.names or ())} <= {None}
-        for axis in (x for x in sizes if x not in subject.axes_of(row) | on_purpose[table]):
+        for axis in (x for x in by_size if x not in subject.axes_of(row) | on_purpose[table]):
             is_asked = _is_asked(subject, subject.tables[table], row, axis)
             names = [] if is_asked else _find_free_names(subject, table, row, axis)
             if names or is_asked or is_nameless:
                 why = f", which could split {names[0]!r}" if names else f": {row.reason}"
                 what = f"whole over mesh axis {axis!r} ({sizes[axis]}){why}"
-                fix = next(filter(None, (offer(table, name, axis) for name in names)), "")
+                fix = offer(table, names[0], axis) if names else ""
                 saved = row.bytes_per_device - row.bytes_per_device // sizes[axis]
                 yield Finding("under-sharded", row.path, what, fix, saved)
+                break  # The next mesh axis is worth less, and may want the same dimension.
 
 
 def _find_idle_axes(

@@ -232,7 +232,7 @@ def _write_rules(old: AxisRules, new: AxisRules, name: str) -> str:
         new: The other ones.
         name: The expression for the old ones.
     """
-    is_plain = all(rule == Rule(rule.logical_axis, rule.mesh_axes) for rule in new.rules)
+    is_plain = all(rule == Rule(rule.logical_axis or "", rule.mesh_axes) for rule in new.rules)
     # Presets stay as they are.
     written = new.rules if is_plain else [rule for rule in new.rules if rule not in old.rules]
     table: dict[Hashable, Any] = {}

@@ -43,9 +43,12 @@ def test_waste_is_also_what_a_rule_leaves_whole_that_was_allowed_not_to_divide()
     assert "32001" in report.findings[0].what
 
 
-def test_waste_is_looked_for_only_without_errors_which_a_note_says():
-    report = lint(WEIGHTS, D4M2, WASTEFUL | {"embedding": "dta"})
-    assert {finding.kind for finding in report.findings} == {"unknown"}
+@pytest.mark.parametrize(
+    ("rule", "kind"), [({"embedding": "dta"}, "unknown"), ({"embeding": "data"}, "unused")]
+)
+def test_waste_is_looked_for_once_the_rules_are_right_which_a_note_says(rule, kind):
+    report = lint(WEIGHTS, D4M2, WASTEFUL | rule)
+    assert {finding.kind for finding in report.findings} == {kind}
     assert any("waste" in note for note in report.notes)
 
 
