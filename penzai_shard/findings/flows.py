@@ -8,12 +8,12 @@ what flows into it or out of it. Of an array that is pinned by name, all other a
 there on. A parameter lies as the plan says, or as a ``GatherParameters`` around its layer does.
 Where one mesh axis splits a parameter along one logical axis, and what flows into its layer along
 another, no device can compute its part: one of the two moves in every step, in a *conflict*, unless
-the flow is pinned, so that it is the parameter that moves, as in fully sharded training.
+the batch is pinned, so that it is the parameter that moves, as in fully sharded training.
 """
 
 import itertools
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -77,14 +77,13 @@ def follow_flows(subject: Subject, batch: Any) -> Flows:
             findings += [Finding("misfit", "layout", x.what, x.fix) for x in error.problems]
     matches = find_matches(model, _LAYING_OUT, "inner first")
     pins = [pin for match in matches for pin in _pins(match.before)]
-    by_name = [pin for pin in pins if pin.side != "position"]
-    names = {name for pin in by_name for name in pin.rules.logical_axes}
+    by_position = [pin for pin in pins if pin.side == "position"]
+    names = {x for pin in pins if pin not in by_position for x in pin.rules.logical_axes}
     used = {axis for pin in pins for axis in pin.mesh_axes}
 
-    is_called = batch is not None and is_layer(model)
     if is_laid_out:
-        findings += _check_layers(subject, matches)
-    if not is_called:
+        findings += _find_other_meshes(subject, matches)
+    if batch is None or not is_layer(model):
         kind = type(model).__name__
         why = "no batch was given" if batch is None else f"{kind} is no layer of Penzai to call"
         notes = [f"what flows through the model was not looked at: {why}"]
@@ -100,11 +99,13 @@ def follow_flows(subject: Subject, batch: Any) -> Flows:
     follower.follow(walk)
     used |= follower.used
     findings += [*follower.findings, *_find_whole_batches(subject, arrays, used), *failures]
-    if by_name == pins:
-        findings += follower.find_conflicts()
+    if by_position:
+        notes.append(f"conflicts were not looked for: {by_position[0].kind} pins by position")
     else:
-        notes.append("conflicts were not looked for: some constraints pin by position, not by name")
-    return Flows(findings, names | walk.names, used, notes)
+        findings += follower.find_conflicts()
+    names |= walk.names
+    walk.events.clear()  # JAX keeps the marks in what it has traced, and so the walk.
+    return Flows(findings, names, used, notes)
 
 
 # Layers that lay out
@@ -158,36 +159,29 @@ def _pins(layer: Any) -> Iterator[_Pin]:
             yield _Pin(kind, mesh, "inputs", layer.activation_rules)
 
 
-def _check_layers(subject: Subject, matches: Sequence[Match]) -> Iterator[Finding]:
-    """Layers for another mesh, and rules for no parameter."""
+def _find_other_meshes(subject: Subject, matches: Sequence[Match]) -> Iterator[Finding]:
+    """Layers for another mesh than that of the model."""
     mesh = subject.mesh
     for match in matches:
-        layer, path = match.before, match.path
-        for pin in _pins(layer):
+        for pin in _pins(match.before):
             if not same_devices(pin.mesh, mesh):
                 what = f"this {pin.kind} is for the mesh ({mesh_text(pin.mesh)}), and the model is "
                 fix = f"Write mesh=make_mesh({dict(mesh.shape)})."
-                yield Finding("other mesh", path, f"{what}laid over ({mesh_text(mesh)})", fix)
+                yield Finding("other mesh", match.path, f"{what}laid over ({mesh_text(mesh)})", fix)
                 break
-            if pin.side == "parameters":
-                names = {name for leaf in leaves_of(layer.body) for name in leaf.names or ()}
-                yield from _find_idle(pin, path, names)
 
 
-def _find_idle(
-    pin: _Pin, path: str, present: set[Any], known: Collection[Hashable] = ()
-) -> Iterator[Finding]:
+def _find_idle(pin: _Pin, path: str, present: set[Any], known: set[Hashable]) -> Iterator[Finding]:
     """Rules of a layer that split what is not there, and is known nowhere else, or all that do."""
     near = find_near_names(pin.rules, present)
     there = {*present} if present.isdisjoint(pin.rules.logical_axes) else {*present, *known}
     names = ", ".join(map(repr, sorted(present - {None}, key=str)))
-    where = "the parameters in it" if pin.side == "parameters" else "what flows through it"
     for rule in pin.rules.rules if names else ():
         is_of_preset = rule != Rule(rule.logical_axis, rule.mesh_axes)
         if rule.mesh_axes and not is_of_preset and rule.logical_axis not in there:
-            what = f"rule {rule} of this {pin.kind} names no logical axis of {where}, which are "
+            what = f"rule {rule} of this {pin.kind} names no logical axis of what flows through "
             fix = f"Write {near[rule]!r} in place of {rule.logical_axis!r}." if rule in near else ""
-            yield Finding("idle constraint", path, f"{what}{names}", fix)
+            yield Finding("idle constraint", path, f"{what}it, which are {names}", fix)
 
 
 # The batch
@@ -242,9 +236,7 @@ def _find_whole_batches(
             yield Finding(own.kind, array.path, f"of {leaf_text(array.leaf)}, {own.what}", own.fix)
 
     table, sizes = subject.of_activations, subject.mesh.shape
-    taken = used.union(*map(subject.axes_of, subject.rows))
-    for rules in subject.tables.values():
-        taken.update(x for rule in rules.rules if rule.logical_axis is None for x in rule.mesh_axes)
+    taken = used | subject.stored_axes
     is_asked = any(rules.rules for rules in subject.given.values())
     for array in arrays if is_asked else ():
         name, names = array.counting, array.leaf.names or ()
@@ -287,7 +279,6 @@ class _Follower:
         # By mesh axis, logical axis of parameters and that of what flows.
         self._meetings: dict[tuple[str, Hashable, Hashable], dict[str, tuple[Call, LeafPlan]]] = {}
         self._rows = {row.path.removeprefix("params/"): row for row in subject.rows}
-        self._known: Collection[Hashable] = ()
         for array in arrays:
             self._note(array.leaf, array.split)
 
@@ -299,21 +290,21 @@ class _Follower:
 
     def follow(self, walk: Walk) -> None:
         """Goes through the calls in their order."""
-        self._known = self.subject.logical_axes | walk.names
+        known = {*self.subject.logical_axes, *walk.names}
         for call, side in walk.events:
             for pin in _pins(call.layer):
                 if same_devices(pin.mesh, self.mesh):
-                    self._pin(call, pin, side)
+                    self._pin(call, pin, side, known)
             if side == "inputs":
                 self._meet(call)
 
-    def _pin(self, call: Call, pin: _Pin, side: str) -> None:
-        leaves = call.inputs if side == "inputs" else call.outputs
+    def _pin(self, call: Call, pin: _Pin, side: str, known: set[Hashable]) -> None:
         if pin.side != side:
             return
+        leaves = call.inputs if side == "inputs" else call.outputs
         present = {name for leaf in leaves for name in leaf.names or ()}
         if self.is_laid_out:
-            self.findings += _find_idle(pin, call.place, present, self._known)
+            self.findings += _find_idle(pin, call.place, present, known)
         for number, leaf in enumerate(leaves):
             split = _split_by(pin.rules, leaf, self.mesh)
             new = {name: axes for name, axes in split.items() if call.manual.isdisjoint(axes)}
@@ -353,9 +344,12 @@ class _Follower:
             stored: _Split = self.subject.split(row)
             if gathers:
                 stored = _split_by(gathers[-1].rules, row, self.mesh)
+            # Of what a preset splits, the compiler gathers parameters. Layers in a stack hold a
+            # slice, without the axis of the stack.
+            ruled = self.subject.tables[self.subject.table_of(row.path)].logical_axes
+            names = {*ruled}.intersection(held.names or ())
             for axis, other in flowing:
-                # Layers in a stack hold a slice, without the axis of the stack.
-                own = [x for x, axes in stored.items() if axis in axes and x in (held.names or ())]
+                own = [name for name in names if axis in stored.get(name, ())]
                 for name in own if other not in own else ():
                     meetings = self._meetings.setdefault((axis, name, other), {})
                     meetings.setdefault(row.path, (call, row))
@@ -366,24 +360,19 @@ class _Follower:
             is_batch = other in self._counting
             if is_batch and (other, axis) in self._pinned:
                 continue
-            # Of what a preset splits, the compiler gathers parameters.
-            kept = [own for path, own in meetings.items() if name in self._ruled_names(path)]
-            moved = bytes_text(sum(row.total_bytes for _, row in kept))
+            moved = bytes_text(sum(row.total_bytes for _, row in meetings.values()))
             what = (
                 f"mesh axis {axis!r} splits {name!r} of a parameter, and {other!r} of what flows "
                 f"into its layer: in every step the compiler gathers {moved} of parameters, or more"
             )
             fix = f"Split {name!r} or {other!r} over another mesh axis."
             if is_batch:
-                kinds = [*dict.fromkeys(_block_of(call) for call, _ in kept)]
+                kinds = [*dict.fromkeys(_block_of(call) for call, _ in meetings.values())]
                 place = kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
                 pin = f"constrain_blocks({place}, mesh, {{{other!r}: {axis!r}}})"
                 fix = f"Write model={pin}.apply(model)."
-            for _, row in kept:
+            for _, row in meetings.values():
                 yield Finding("conflict", row.path, what, fix)
-
-    def _ruled_names(self, path: str) -> Sequence[Hashable]:
-        return self.subject.tables[self.subject.table_of(path)].logical_axes
 
 
 def _block_of(call: Call) -> str:

@@ -106,13 +106,12 @@ def lint(
     flows = follow_flows(subject, batch)
     known = subject.logical_axes | flows.logical_axes
     found = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
-    notes = [*flows.notes]
     if any(one.kind in ERRORS or one.kind == "unused" for one in found):
-        notes.append("mend the rules, and lint again: waste was not looked for")
+        flows.notes.append("mend the rules, and lint again: waste was not looked for")
     else:
         waste = find_waste(subject, known, flows.mesh_axes, min_bytes)
         found += sorted(waste, key=lambda one: -one.wasted_bytes)
     found = fold_findings(found)
     count = len(subject.rows)
     what = f"{count:,} array{'s' * (count != 1)} on mesh ({mesh_text(request.mesh)})"
-    return LintReport(tuple(found), tuple(notes), what)
+    return LintReport(tuple(found), tuple(flows.notes), what)

@@ -124,7 +124,7 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
 
 def find_waste(
     subject: Subject, known: Collection[Hashable], used: set[str], min_bytes: int
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Large arrays that are whole over a free mesh axis, and mesh axes that split nothing.
 
     Args:
@@ -133,14 +133,20 @@ def find_waste(
         used: The mesh axes over which something that flows is split.
         min_bytes: Below this an array is not worth a finding.
     """
-    of_flows = {*used}
-    for rules in subject.tables.values():
+    used = {*used}
+    for table, rules in subject.tables.items():
         for rule in rules.rules:
-            is_of_arrays = rule.logical_axis in subject.logical_axes
-            if not is_of_arrays and (is_for_activations(rule) or rule.logical_axis in known):
-                of_flows.update(rule.mesh_axes)
-    whole = _find_whole_arrays(subject, of_flows, min_bytes)
-    return [*whole, *_find_idle_axes(subject, known, of_flows)]
+            name = rule.logical_axis
+            # A preset splits where that is worth it, and a layout what flows.
+            may_split = rule.optional or table in ("compute", "between_blocks")
+            is_at_work = name in known or is_for_activations(rule)
+            if is_at_work and (may_split or name not in subject.logical_axes):
+                used.update(rule.mesh_axes)
+    yield from _find_whole_arrays(subject, used, min_bytes)
+    for axis, size in subject.mesh.shape.items():
+        if size > 1 and axis not in used | subject.stored_axes:
+            what = f"nothing is split over mesh axis {axis!r}: {size} devices each hold and compute"
+            yield Finding("idle mesh axis", "mesh", f"{what} the same")
 
 
 def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
@@ -159,30 +165,14 @@ def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> 
         is_nameless = {*(row.names or ())} <= {None}
         for axis in (x for x in by_size if x not in subject.axes_of(row) | on_purpose[table]):
             is_asked = _is_asked(subject, subject.tables[table], row, axis)
-            names = [] if is_asked else _find_free_names(subject, table, row, axis)
-            if names or is_asked or is_nameless:
-                why = f", which could split {names[0]!r}" if names else f": {row.reason}"
+            name = None if is_asked else _find_free_name(subject, table, row, axis)
+            if name is not None or is_asked or is_nameless:
+                why = f": {row.reason}" if name is None else f", which could split {name!r}"
                 what = f"whole over mesh axis {axis!r} ({sizes[axis]}){why}"
-                fix = offer(table, names[0], axis) if names else ""
+                fix = "" if name is None else offer(table, name, axis)
                 saved = row.bytes_per_device - row.bytes_per_device // sizes[axis]
                 yield Finding("under-sharded", row.path, what, fix, saved)
                 break  # The next mesh axis is worth less, and may want the same dimension.
-
-
-def _find_idle_axes(
-    subject: Subject, known: Collection[Hashable], of_flows: set[str]
-) -> Iterator[Finding]:
-    used = of_flows.union(*map(subject.axes_of, subject.rows))
-    for table, rules in subject.tables.items():
-        for rule in rules.rules:
-            # A preset splits where that is worth it, and a layout what flows.
-            is_flowing = table in ("compute", "between_blocks") or rule.optional
-            if rule.logical_axis is None or (is_flowing and rule.logical_axis in known):
-                used.update(rule.mesh_axes)
-    for axis, size in subject.mesh.shape.items():
-        if size > 1 and axis not in used:
-            what = f"nothing is split over mesh axis {axis!r}: {size} devices each hold and compute"
-            yield Finding("idle mesh axis", "mesh", f"{what} the same")
 
 
 def _find_whole_axes(subject: Subject, table: str, of_flows: set[str]) -> set[str]:
@@ -206,11 +196,11 @@ def _is_asked(subject: Subject, rules: AxisRules, row: LeafPlan, axis: str) -> b
     return is_preset or any(rule.logical_axis in names for rule in asking)
 
 
-def _find_free_names(subject: Subject, table: str, row: LeafPlan, axis: str) -> list[Hashable]:
-    """The logical axes of an array that no rule names and that divide, the best first."""
+def _find_free_name(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
+    """The best logical axis of an array to split, of those that no rule names and that divide."""
     rules, size = subject.tables[table], subject.mesh.shape[axis]
     known = {*rules.logical_axes, *subject.split(row), None}
-    pairs = zip(row.names or (), row.shape, strict=bool(row.names))
+    pairs = zip(row.names or (), row.shape, strict=False)
     free = {name: n for name, n in pairs if name not in known and n % size == 0}
     # Devices compute parts of these by themselves; of others the longest has the most to split.
-    return sorted(free, key=lambda name: (name not in TRANSFORMER_AXES, -free[name]))
+    return min(free, key=lambda name: (name not in TRANSFORMER_AXES, -free[name]), default=None)

@@ -120,6 +120,13 @@ class Subject:
         """The mesh axes that split an array."""
         return {axis for axes in self.split(row).values() for axis in axes}
 
+    @functools.cached_property
+    def stored_axes(self) -> set[str]:
+        """The mesh axes that split an array, or that a rule keeps for larger ones."""
+        every = [rule for rules in self.tables.values() for rule in rules.rules]
+        by_size = {axis for r in every if r.logical_axis is None for axis in r.mesh_axes}
+        return by_size.union(*map(self.axes_of, self.rows))
+
     def offer(self, table: str, rules: Any) -> str:
         """The sentence that puts other rules in the place of a table's.
 
@@ -128,20 +135,15 @@ class Subject:
             rules: The other rules.
 
         Returns:
-            ``""`` if they cannot be written, or a plan by them has a new problem.
+            ``""`` for a layout, or if they cannot be written or a plan by them has a new problem.
         """
-        changed: Any = AxisRules(rules)
-        text = _write_rules(self.given[table], changed, table_path(table))
-        sentence = f"Write rules={text}."
-        if self.layout is not None:
-            fields: Any = {table: changed}
-            try:
-                changed = dataclasses.replace(self.layout, **fields)
-            except RuleTypeError:
-                return ""
-            sentence = f"Write layout=dataclasses.replace(layout, {table}={text})."
+        changed = AxisRules(rules)
+        text = _write_rules(self.given[table], changed)
+        # Of a layout, options are to be changed, which rules do not tell.
+        if self.layout is not None or not text:
+            return ""
         after = read_subject(self.model, self.request, changed)
-        return sentence if text and after.errors <= self.errors else ""
+        return f"Write rules={text}." if after.errors <= self.errors else ""
 
     @functools.cached_property
     def errors(self) -> frozenset[tuple[str, str, str]]:
@@ -150,7 +152,7 @@ class Subject:
 
 
 def table_path(table: str) -> str:
-    """What a table of rules is called in findings and in code."""
+    """What a table of rules is called in findings."""
     return table if table == "rules" else f"layout.{table}"
 
 
@@ -224,14 +226,8 @@ def split_axes(
     return {name: own for name, own in used.items() if name is not None and own}
 
 
-def _write_rules(old: AxisRules, new: AxisRules, name: str) -> str:
-    """Other rules as an expression of Python; ``""`` where there is no short one.
-
-    Args:
-        old: The rules that were given.
-        new: The other ones.
-        name: The expression for the old ones.
-    """
+def _write_rules(old: AxisRules, new: AxisRules) -> str:
+    """Other rules as an expression of Python; ``""`` where there is no short one."""
     is_plain = all(rule == Rule(rule.logical_axis or "", rule.mesh_axes) for rule in new.rules)
     # Presets stay as they are.
     written = new.rules if is_plain else [rule for rule in new.rules if rule not in old.rules]
@@ -243,5 +239,5 @@ def _write_rules(old: AxisRules, new: AxisRules, name: str) -> str:
         return ""
     text, meaning = repr(table), AxisRules(table)
     if not is_plain:
-        text, meaning = f"AxisRules({table}) | {name}", meaning | old
+        text, meaning = f"AxisRules({table}) | rules", meaning | old
     return text if meaning == new else ""

@@ -14,6 +14,7 @@ import jax
 
 from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
+from penzai_shard.errors import Problem
 from penzai_shard.findings.subject import Finding
 from penzai_shard.inspection.layer_marks import Mark, is_layer
 from penzai_shard.layers.constraints import ConstrainActivations
@@ -148,16 +149,16 @@ def _read_failure(call: Call | None, error: Exception, batch: Any) -> Iterator[F
     if call is not None:
         given = ", ".join(map(leaf_text, call.inputs)) or "no array"
         place, which = call.place, f"this {type(call.layer).__name__}, which gets {given},"
-    for own in getattr(error, "problems", ()):
-        what = f"{which} cannot be called: {own.what}"
-        yield Finding(own.kind or "uncallable", place, what, own.fix)
-    if not hasattr(error, "problems"):
+    problems = getattr(error, "problems", ())
+    if not problems:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = re.sub(r"\b\w+Tracer\b", "array", " ".join(lines[:3])).rstrip(".")
         is_named = any(leaf.names for leaf in leaves_of(batch))
         fix = "" if is_named else "Name the batch: pz.nx.wrap(array, 'batch', 'seq')."
-        what = f"{which} cannot be called: {type(error).__name__}: {said}"
-        yield Finding("uncallable", place, what, fix)
+        problems = [Problem("", f"{type(error).__name__}: {said}", fix)]
+    for own in problems:
+        what = f"{which} cannot be called: {own.what}"
+        yield Finding(own.kind or "uncallable", place, what, own.fix)
 
 
 def leaf_text(leaf: Leaf) -> str:

@@ -81,7 +81,6 @@ IN_REGION = per_device(
 SHARDING = pzs.ConstrainSharding(NamedSharding(DATA, PartitionSpec("data")))
 OPEN = NamedSharding(DATA, PartitionSpec("data", PartitionSpec.UNCONSTRAINED))
 MISSPELT = activations(({"bach": "data"},), (BATCH,))
-OTHER_RULE = around(pzs.GatherParameters, rules={"neuron": "model"})
 BOTH = BATCH | {"neurons": "data"}
 TWO = {"batch": ("data", "model"), "neurons": "model"}
 PLAIN = jax.ShapeDtypeStruct((8, 16), "float32")
@@ -121,7 +120,6 @@ MISTAKES = {
         struct(batch=8, embeddings=16)),
     "no names": ("uncallable", "sublayers/0", FEATURES, MESH, RULES, PLAIN),
     "misspelt region": (IDLE, IN, per_device({"bach": "data"}), DATA, BATCH, TOKENS),
-    "misspelt gathering": (IDLE, IN, OTHER_RULE, MESH, RULES, TOKENS),
     "a list": ("uncallable", "sublayers/0", MODEL, DATA, BATCH, [TOKENS]),
 }  # fmt: skip
 
