@@ -84,8 +84,7 @@ def follow_flows(subject: Subject, batch: Any) -> Flows:
     if is_laid_out:
         findings += _find_other_meshes(subject, matches)
     if batch is None or not is_layer(model):
-        kind = type(model).__name__
-        why = "no batch was given" if batch is None else f"{kind} is no layer of Penzai to call"
+        why = "no batch was given" if batch is None else "it is no layer of Penzai"
         notes = [f"what flows through the model was not looked at: {why}"]
         return Flows(findings, names, used, notes)
 

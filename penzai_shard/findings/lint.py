@@ -5,7 +5,7 @@ from typing import Any
 
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.findings.flows import follow_flows
-from penzai_shard.findings.rules import find_problems, find_unused, find_waste
+from penzai_shard.findings.rules import find_near_names, find_problems, find_unused, find_waste
 from penzai_shard.findings.subject import ERRORS, Finding, fold_findings, read_subject
 from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning import arguments
@@ -106,7 +106,8 @@ def lint(
     flows = follow_flows(subject, batch)
     known = subject.logical_axes | flows.logical_axes
     found = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
-    if any(one.kind in ERRORS or one.kind == "unused" for one in found):
+    is_misspelt = any(find_near_names(table, known) for table in subject.tables.values())
+    if is_misspelt or any(one.kind in ERRORS for one in found):
         flows.notes.append("mend the rules, and lint again: waste was not looked for")
     else:
         waste = find_waste(subject, known, flows.mesh_axes, min_bytes)

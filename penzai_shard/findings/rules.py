@@ -151,7 +151,6 @@ def find_waste(
 
 def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
     sizes = subject.mesh.shape
-    by_size = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda x: -sizes[x])
     on_purpose = {table: _find_whole_axes(subject, table, of_flows) for table in subject.tables}
 
     @functools.cache  # An offer is planned, and equal arrays have the same.
@@ -162,17 +161,19 @@ def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> 
         table = subject.table_of(row.path)
         if row.spec is None or row.bytes_per_device < min_bytes:
             continue
-        is_nameless = {*(row.names or ())} <= {None}
-        for axis in (x for x in by_size if x not in subject.axes_of(row) | on_purpose[table]):
-            is_asked = _is_asked(subject, subject.tables[table], row, axis)
-            name = None if is_asked else _find_free_name(subject, table, row, axis)
-            if name is not None or is_asked or is_nameless:
+        asked = {axis for axis in sizes if _is_asked(subject, subject.tables[table], row, axis)}
+        split = subject.axes_of(row) | on_purpose[table]
+        # One mesh axis of an array at a time: two may want the same dimension.
+        for axis in sorted(sizes, key=lambda x: (x not in asked, -sizes[x])):
+            name = None if axis in asked else _find_free_name(subject, table, row, axis)
+            is_wasted = name is not None or axis in asked or {*(row.names or ())} <= {None}
+            if is_wasted and sizes[axis] > 1 and axis not in split:
                 why = f": {row.reason}" if name is None else f", which could split {name!r}"
                 what = f"whole over mesh axis {axis!r} ({sizes[axis]}){why}"
                 fix = "" if name is None else offer(table, name, axis)
                 saved = row.bytes_per_device - row.bytes_per_device // sizes[axis]
                 yield Finding("under-sharded", row.path, what, fix, saved)
-                break  # The next mesh axis is worth less, and may want the same dimension.
+                break
 
 
 def _find_whole_axes(subject: Subject, table: str, of_flows: set[str]) -> set[str]:
