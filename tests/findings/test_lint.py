@@ -36,13 +36,6 @@ def test_waste_is_what_the_fix_saves_on_each_device():
     assert held - pzs.make_plan(WEIGHTS, D4M2, rules).bytes_per_device == finding.wasted_bytes
 
 
-def test_waste_is_also_what_a_rule_leaves_whole_that_was_allowed_not_to_divide():
-    table = weights(table={"vocabulary": 32001, "embedding": 512})
-    report = lint(table, D4M2, {"batch": "data", "vocabulary": "model"}, on_indivisible="replicate")
-    assert report.findings[0].kind == "under-sharded"
-    assert "32001" in report.findings[0].what
-
-
 @pytest.mark.parametrize(
     ("rule", "kind"), [({"embedding": "dta"}, "unknown"), ({"embeding": "data"}, "unused")]
 )

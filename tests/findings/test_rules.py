@@ -26,8 +26,6 @@ LARGE = weights(
     down={"neurons": 2048, "embedding": 512},
 )
 HEAD = weights(head={"rank": 1024, "vocabulary": 1024})
-PARTS = weights(a={"embedding": 16, "neurons": 16}, b={"embedding": 16, "neurons": 6})
-FEW_HEADS = weights(q={"heads": 2, "embedding": 16}, o={"neurons": 16, "embedding": 16})
 TOKENS = struct("int32", batch=16, seq=8)
 WIDE = {"up": {"embedding": 512, "neurons": 2048}, "out": {"heads": 512, "embedding": 1024}}
 BLOCKS = {f"block_{i}": weights(**WIDE) for i in range(6)}
@@ -49,47 +47,27 @@ ODD_TABLE = weights(odd={"embedding": 1601, "vocabulary": 1001})
 MPL, MLP = {"neurons": "mpl", "heads": None}, {"neurons": "mlp", "heads": None}
 # Kind, path, model or a function that makes it, mesh, rules.
 MISTAKES = {
-    "misspelt mesh axis": ("unknown", "rules", SMALL, D4M2, BY_NAME | {"neurons": "modle"}),
-    "reversed rule": ("unknown", "rules", SMALL, D4M2, {"data": "embedding", "neurons": "model"}),
     "foreign mesh axis": ("unknown", "rules", SMALL, D4M2, BY_NAME | {"neurons": "tensor"}),
     "one of two mesh axes": ("unknown", "rules", SMALL, D4M2,
         {"neurons": ("data", "tp"), "embedding": "model"}),
-    "preset for another mesh": ("unknown", "rules", LARGE, mesh(x=4, y=2),
-        {"embedding": "x"} | TP()),
     "fully sharded over nothing": ("unknown", "rules", LARGE, mesh(fsdp=8), FSDP()),
     "layout for another mesh": ("unknown", "layout.parameters", transformer, D2T2,
         Layout.two_dimensional()),
     "of the optimizer": ("unknown", "layout.optimizer", SMALL, D8,
         of_optimizer({"embedding": "dta"})),
-    "beside another batch": ("unknown", "rules", SMALL, D4M2,
-        DP(batch_axis="examples") | {"neurons": "modle"}),
-    "beside an idle mesh axis": ("unknown", "rules", SMALL, DMX, MEGATRON | {"embedding": "dta"}),
     "taken": ("taken", "up", SMALL, D4M2, MEGATRON | {"embedding": "model"}),
-    "taken, one to spare": ("taken", "up", LARGE, D4M2, BY_MESH | {"vocabulary": "model"}),
-    "taken by two": ("taken", "up", SMALL, D4M2,
-        {"embedding": ("data", "model"), "neurons": "model"}),
     "taken in blocks": ("taken", "block_{0-3}/up", SMALL_BLOCKS, D8, BY_MESH),
     "indivisible": ("indivisible", "up", ODD, mesh(model=4), {"neurons": "model"}),
-    "indivisible over two": ("indivisible", "w", weights(w={"embedding": 12}), D4M2,
-        {"embedding": ("data", "model")}),
-    "indivisible in one": ("indivisible", "b", PARTS, D8, {"neurons": "data"}),
-    "too few heads": ("indivisible", "q", FEW_HEADS, mesh(data=2, model=4),
-        MEGATRON | {"heads": "model"}),
     "layout, too few heads": ("indivisible", "attention", transformer, mesh(data=2, model=8),
         Layout.tensor_parallel()),
     "indivisible in the state": ("indivisible", "opt_state", lambda: state_of(ODD), mesh(data=4),
         of_optimizer({"neurons": "data"})),
-    "misspelt logical axis": ("unused", "rules", SMALL, D4M2,
-        {"embeding": "data", "neurons": "model"}),
-    "of another model": ("unused", "rules", SMALL, D8, {"embedding": "data", "hidden": "data"}),
-    "singular": ("unused", "rules", SMALL, D4M2, {"embedding": "data", "neuron": "model"}),
     "preset for other names": ("unused", "rules", OTHER, D4M2, DP() | TP()),
     "unused beside a batch": ("unused", "rules", SMALL, D4M2, MEGATRON | {"rows": "data"},
         struct(batch=8, embedding=8)),
     "never applies": ("unused", "rules", SMALL, D4M2, NEVER),
     "misspelt name of a layout": ("misfit", "layout/neurons", OTHER, D4M2,
         Layout.tensor_parallel(names=MPL)),
-    "layout, no heads": ("misfit", "layout/heads", SMALL, D4M2, Layout.tensor_parallel(blocks=())),
     "layout with names": ("unknown", "layout.parameters", OTHER, D4M2,
         Layout.tensor_parallel(model="modle", names=MLP)),
     "forgotten table": ("under-sharded", "table", LARGE, D4M2, MEGATRON),
@@ -139,17 +117,14 @@ MESHES = {
     "one": mesh(data=4),
 }
 PRESETS = {
-    "DP": ("one", DP()),
     "FSDP": ("one", FSDP()),
     "DP | FSDP": ("one", DP() | FSDP()),
     "TP": ("model", TP()),
     "DP | TP": ("data", DP() | TP()),
     "DP | TP | FSDP": ("data", DP() | TP() | FSDP()),
-    "two data axes": ("replica", DP(("replica", "data")) | FSDP()),
     "data_parallel": ("one", Layout.data_parallel()),
     "zero1": ("one", Layout.zero1()),
     "fully_sharded": ("one", Layout.fully_sharded()),
-    "again": ("one", Layout.fully_sharded(reshard_after_forward=True)),
     "tensor_parallel": ("data", Layout.tensor_parallel()),
     "vocabulary": ("data", Layout.tensor_parallel(vocabulary="model")),
     "sequence_parallel": ("data", Layout.sequence_parallel()),
@@ -210,23 +185,14 @@ ROWS = pz.nn.Sequential([pz.nn.Identity(), by_name(D4M2, {"batch": "data", "rows
 PIN = {"pin": by_name(D4M2, {"batch": "data"})}
 SECOND = [("neurons", "data"), ("neurons", "model"), ("neurons", None), ("embedding", "data")]
 EXPLICIT = pzs.make_mesh({"data": 8}, explicit=True, abstract=True)
-EXPERTS = weights(up={"experts": 8, "embedding": 16})
 ACTIVATIONS = {"embedding": "data", "kv_seq": None, "positions": None, "batch": "data"}
-SAID = {"batch": "data", "vocabulary": "model", "embedding": None, "neurons": None}
 BY_TP = {"neurons": "model", "vocabulary": "model"}
 HARMLESS = {
-    "said to be whole": (LARGE, D4M2, SAID),
-    "data parallel by hand": (LARGE, D8, {"batch": "data"}),
     "megatron by hand": (LARGE, D4M2, MEGATRON | {"vocabulary": "model"}),
     "FSDP by hand": (LARGE, D8, {"batch": "data", "embedding": "data"}),
-    "FSDP over two": (LARGE, D4M2, {"embedding": ("data", "model")}),
-    "one dimension each": (LARGE, D4M2, BY_NAME | {"vocabulary": "model"}),
     "ordered pairs": (ODD, D4M2, SECOND),
-    "a mesh axis of size 1": (SMALL, mesh(data=8, model=1), {"embedding": "data"}),
-    "one device": (LARGE, mesh(data=1), {"embedding": "data"}),
     "sequences": (SMALL, mesh(data=2, context=4), {"batch": "data", "seq": "context"}),
     "axes of activations": (SMALL, D8, ACTIVATIONS),
-    "names of the mesh": (weights(w={"data": 8, "out": 4}), D8, None),
     "small arrays": (SMALL, D8, FSDP()),
     "no names, by size": (plain(w=(512, 1024), b=(8,)), D8, FSDP(unnamed="largest")),
     "scalars": (plain(scale=()), D8, {"batch": "data"}),
@@ -235,7 +201,6 @@ HARMLESS = {
     "constraints in blocks": (pinned_blocks, mesh(data=2), Layout.data_parallel()),
     "a state by one table": (lambda: state_of(SMALL), D4M2, BY_NAME),
     "the optimizer's part": (lambda: state_of(LARGE), D8, of_optimizer(FSDP(min_size=1))),
-    "an expert axis": (EXPERTS, mesh(data=2, expert=4), DP() | TP("expert", ("experts",))),
     "another batch": (SMALL, D8, DP(batch_axis="examples")),
     "an Explicit mesh": (LARGE, EXPLICIT, {"embedding": "data"}),
 }  # fmt: skip
