@@ -105,14 +105,15 @@ def lint(
     subject = read_subject(model_or_state, request, rules)
     flows = follow_flows(subject, batch)
     known = subject.logical_axes | flows.logical_axes
-    found = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
+    mistakes = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
+    found = fold_findings(mistakes)
+    # What a misspelt rule does not split would be waste besides.
     is_misspelt = any(find_near_names(table, known) for table in subject.tables.values())
     if is_misspelt or any(one.kind in ERRORS for one in found):
         flows.notes.append("mend the rules, and lint again: waste was not looked for")
     else:
-        waste = find_waste(subject, known, flows.mesh_axes, min_bytes)
+        waste = fold_findings(find_waste(subject, known, flows.mesh_axes, min_bytes))
         found += sorted(waste, key=lambda one: -one.wasted_bytes)
-    found = fold_findings(found)
     count = len(subject.rows)
     what = f"{count:,} array{'s' * (count != 1)} on mesh ({mesh_text(request.mesh)})"
     return LintReport(tuple(found), tuple(flows.notes), what)

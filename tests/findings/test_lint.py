@@ -45,6 +45,12 @@ def test_waste_is_looked_for_once_the_rules_are_right_which_a_note_says(rule, ki
     assert any("waste" in note for note in report.notes)
 
 
+def test_the_largest_waste_of_all_blocks_comes_first():
+    blocks = {f"block_{i}": weights(w={"projection": 1024, "neurons": 1024}) for i in range(9)}
+    found = lint(WEIGHTS | blocks, D4M2, {"batch": "data"}).findings
+    assert [len(one.paths) for one in found] == [9, 0, 0]
+
+
 def test_what_is_smaller_than_min_bytes_is_no_waste():
     wasted = 4096 * 512 * 4
     assert not lint(WEIGHTS, D4M2, WASTEFUL, min_bytes=wasted)
