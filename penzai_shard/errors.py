@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from penzai_shard.paths import fold_paths, group_paths
+from penzai_shard.paths import paths_text
 
 # Lines of a message, and paths that one of its lines names.
 _MOST_LINES = 38
@@ -65,7 +65,7 @@ class ShardingError(ValueError):
         alike: dict[tuple[str, str], list[str]] = {}
         for problem in self.problems:
             alike.setdefault((problem.what, problem.fix), []).append(problem.path)
-        lines = [_line(_paths_text(paths), *sentences) for sentences, paths in alike.items()]
+        lines = [_line(paths_text(paths, _MOST_PATHS), *sentences) for sentences, paths in alike.items()]
         if len(lines) > _MOST_LINES:
             hidden = len(lines) - _MOST_LINES
             lines = [*lines[:_MOST_LINES], f"and {hidden:,} more; all are in error.problems"]
@@ -213,14 +213,3 @@ def require(module: str, extra: str) -> types.ModuleType:
 
 def _line(path: str, what: str, fix: str) -> str:
     return f"{path + ': ' if path else ''}{what}.{' ' if fix else ''}{fix}"
-
-
-def _paths_text(paths: list[str]) -> str:
-    """Paths with the same problem: those of equal blocks folded, and no more than a line holds."""
-    folded = [
-        fold_paths([paths[i] for i in members])
-        for members in group_paths((path, None) for path in dict.fromkeys(paths))
-    ]
-    if len(folded) > _MOST_PATHS:
-        folded = [*folded[:_MOST_PATHS], f"and {len(folded) - _MOST_PATHS:,} more"]
-    return ", ".join(folded)

@@ -17,7 +17,8 @@ _STYLE = """<style>
 .pzs .number {text-align: right !important; white-space: nowrap}
 .pzs .quiet {opacity: .7} .pzs td.quiet {padding-left: 2em} .pzs span {margin-right: .8em}
 .pzs details > :not(summary) {margin-left: 1.5em}
-.pzs pre {line-height: 1.2} .pzs pre span {margin: 0} .pzs .bold {font-weight: bold}
+.pzs pre {line-height: 1.2; font-family: monospace} .pzs pre span {margin: 0}
+.pzs .bold {font-weight: bold}
 .pzs .cyan {background: #0bc6} .pzs .green {background: #2b46} .pzs .yellow {background: #cb06}
 .pzs .magenta {background: #c3c6} .pzs .blue {background: #46f6} .pzs .red {background: #e446}
 </style>"""
