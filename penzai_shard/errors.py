@@ -65,7 +65,9 @@ class ShardingError(ValueError):
         alike: dict[tuple[str, str], list[str]] = {}
         for problem in self.problems:
             alike.setdefault((problem.what, problem.fix), []).append(problem.path)
-        lines = [_line(paths_text(paths, _MOST_PATHS), *sentences) for sentences, paths in alike.items()]
+        lines = [
+            _line(paths_text(paths, _MOST_PATHS), *sentences) for sentences, paths in alike.items()
+        ]
         if len(lines) > _MOST_LINES:
             hidden = len(lines) - _MOST_LINES
             lines = [*lines[:_MOST_LINES], f"and {hidden:,} more; all are in error.problems"]
