@@ -218,8 +218,11 @@ def _read_batch(subject: Subject, batch: Any) -> Iterator[_BatchArray]:
         else:
             # By axes that parameters have, batches are not split.
             plain = [None if name in known else name for name in names] if names else None
-            rules, mode = subject.tables[subject.of_activations], subject.request.on_indivisible
-            decision = rules.explain(plain, leaf.shape, mesh, on_indivisible=mode)
+            # Nor is it meant to be split along its largest dimension, which may be the sequence.
+            rules = subject.tables[subject.of_activations].rules
+            named = AxisRules([r for r in rules if r.logical_axis is not None or not r.mesh_axes])
+            mode = subject.request.on_indivisible
+            decision = named.explain(plain, leaf.shape, mesh, on_indivisible=mode)
             spec = decision.spec
         if names:
             split = split_axes(names, spec, mesh)
@@ -235,7 +238,11 @@ def _find_whole_batches(
             yield Finding(own.kind, array.path, f"of {leaf_text(array.leaf)}, {own.what}", own.fix)
 
     table, sizes = subject.of_activations, subject.mesh.shape
-    taken = used | subject.stored_axes
+    # Along a mesh axis of which parameters are only gathered, devices are to compute examples.
+    rules = [rule for own in subject.tables.values() for rule in own.rules]
+    by_name = {x for rule in rules if rule.logical_axis is not None for x in rule.mesh_axes}
+    gathered = {x for rule in rules for x in rule.mesh_axes} - by_name
+    taken = used | (subject.stored_axes - gathered)
     is_asked = any(rules.rules for rules in subject.given.values())
     for array in arrays if is_asked else ():
         name, names = array.counting, array.leaf.names or ()
@@ -244,10 +251,11 @@ def _find_whole_batches(
             continue
         length = array.leaf.shape[names.index(name)]
         free = [x for x, n in sizes.items() if n > 1 and x not in taken and length % n == 0]
+        free.sort(key=lambda x: x not in gathered)
         if free:
             why = "has no rule" if array.decision else "is placed whole"
             what = f"{name!r} of {leaf_text(array.leaf)} {why}: each device computes all of it, "
-            what += f"and mesh axis {free[0]!r} is free"
+            what += f"and nothing that flows is split over mesh axis {free[0]!r}"
             changed = AxisRules({name: free[0]}) | subject.given[table]
             fix = subject.offer(table, changed) if array.decision else ""
             yield Finding("whole batch", array.path, what, fix)
