@@ -8,8 +8,6 @@ and mesh axis join the two; what they do not join is left open.
 
 import collections
 import dataclasses
-import itertools
-import re
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -40,15 +38,17 @@ class Explained(NamedTuple):
     @property
     def rules(self) -> tuple[str, ...]:
         """The rules that ask for it; where an axis has no name, what lays it out."""
-        rules = (loss.cause.rule or loss.cause.source for loss in self.because)
-        return tuple(dict.fromkeys(rules))
+        return tuple(dict.fromkeys(x.cause.rule or x.cause.source for x in self.because))
 
     @property
     def bytes(self) -> float:
         """What one device sends in one step; 0 where it is not known how often it runs."""
-        one = self.collective
-        sent = wire_bytes(one.kind, self.part.payload_bytes, one.group_size)
-        return (one.times or 0) * sent
+        kind, payload, size = (
+            self.collective.kind,
+            self.part.payload_bytes,
+            self.collective.group_size,
+        )
+        return (self.collective.times or 0) * wire_bytes(kind, payload, size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -67,24 +67,21 @@ class BecauseReport(HasReport):
         """A row for each layer, kind, mesh axis, phase and reason, the largest first."""
         columns = (
             Column("layer", "path"),
-            Column("collective"),
-            Column("mesh axes"),
-            Column("phase"),
+            *map(Column, ("collective", "mesh axes", "phase")),
             Column("because", "detail"),
             Column("times", "count"),
             Column("sent", "bytes"),
         )
-        sums: dict[tuple[str, ...], tuple[int, float]] = {}
+        keys = []
         for row in self.rows:
             one, path = row.collective, " + ".join(row.part.layers) or UNATTRIBUTED
-            text = ". ".join(map(str, row.because))
-            # The layer itself is named already.
-            text = fold_blocks(path, re.sub(rf" in {re.escape(path)}(?=[.:]|$)", "", text))
-            key = path, one.kind, one.axes_text, row.part.phase or "", text
-            times, sent = sums.get(key, (0, 0.0))
-            sums[key] = times + (one.times or 0), sent + row.bytes
-        keys = sorted(sums, key=lambda key: -sums[key][1])
-        rows = [(*key, *sums[key]) for key in keys]
+            text = ". ".join(x.text if x.layer == path else str(x) for x in row.because)
+            keys.append((path, one.kind, one.axes_text, row.part.phase or "", text))
+        sums = dict.fromkeys(folded := fold_blocks(keys), (0, 0.0))
+        for key, row in zip(folded, self.rows, strict=True):
+            times, sent = sums[key]
+            sums[key] = times + (row.collective.times or 0), sent + row.bytes
+        rows = sorted(((*key, *sums[key]) for key in sums), key=lambda row: -row[-1])
         known = sum(bool(row.because) for row in self.rows)
         verdict = f"{known} of {len(self.rows)} arrays in collectives have a reason"
         return Report("Because", verdict, columns, rows, notes=self.compiled.step.notes)
@@ -104,16 +101,12 @@ class BecauseReport(HasReport):
                 for axis in over if name is not None else ():
                     size = self.compiled.collectives.mesh_sizes[axis]
                     saved[rule_text(name, axis)] += (size - 1) * array.bytes_per_device
-        columns = (
-            Column("rule"),
-            Column("sends in a step", "bytes"),
-            Column("saves of memory", "bytes"),
-        )
+        sums = (Column(name, "bytes") for name in ("sends in a step", "saves of memory"))
         rules = sorted({*sent, *saved}, key=lambda rule: (-sent[rule], -saved[rule]))
         rows = [(rule, sent[rule], saved[rule]) for rule in rules]
         verdict = f"each device sends {bytes_text(sum(sent.values()))} in a step"
         notes = ["memory is that of the step's arguments, which would be whole without the rule"]
-        return Report("Rules", verdict, columns, rows, notes)
+        return Report("Rules", verdict, [Column("rule"), *sums], rows, notes)
 
 
 def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseReport:
@@ -129,7 +122,7 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
         keys = {one.name for one in (loss.operation, loss.pinned_by) if one is not None}
         if loss.reason != "reduced" and (array := words.find_argument(loss.operand)):
             keys.add(array.path)
-        for key in keys:
+        for key in keys - {""}:
             losses[key, base(loss.mesh_axis)].append(loss)
     arrays = [(array.path, value) for value, array in words.results.items()]
     for path, value in (*words.gradients.items(), *arrays):
@@ -144,18 +137,17 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
             because, path = [], part.moves.rpartition(" of ")[2]
             for axis in one.mesh_axes or ():
                 # Some are named after what they move, and some not at all.
-                found = (losses.get((key, axis), ()) for key in (*filter(None, part.names), path))
-                fitting = [
-                    loss
-                    for loss in itertools.chain.from_iterable(found)
-                    if (loss.result is None and loss.reason in ends) == is_sum
-                ]
+                found = (
+                    loss for key in (*part.names, path) for loss in losses.get((key, axis), ())
+                )
+                fitting = (x for x in found if (x.result is None and x.reason in ends) == is_sum)
                 told = [words.loss(loss, is_sum) for loss in fitting]
-                told.sort(key=lambda loss: f"params/{loss.gathered}" != path)
-                because += told[:1]
+                because += sorted(told, key=lambda loss: f"params/{loss.gathered}" != path)[:1]
             if not because and any("/shard_map/" in name for name in part.names):
                 layer = " + ".join(part.layers)
-                cause, text = WhyCause(one.axes_text, "shard_map", layer), "a shard_map asks for it"
-                because.append(WhyLoss("asked", cause, "a shard_map", layer, text))
+                cause = WhyCause(one.axes_text, "shard_map", layer)
+                because.append(
+                    WhyLoss("asked", cause, "a shard_map", layer, "a shard_map asks for it")
+                )
             rows.append(Explained(one, part, tuple(because)))
     return BecauseReport(tuple(rows), compiled)

@@ -19,13 +19,12 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from penzai_shard.propagation.flat import Operation, Propagated, Rule, Value
+from penzai_shard.propagation.flat import Operation, Propagated, Rule, Spec, Value
 
 CauseKind = Literal["argument", "result", "constraint", "shard_map", "unknown"]
 # A value, a dimension, and a mesh axis.
 _Place = tuple[int, int, str]
 _ENDED = -1  # In the place of a dimension.
-_CONSTRAINT = "sharding_constraint"  # As JAX names the operation of a user's constraint.
 
 
 class Cause(NamedTuple):
@@ -94,18 +93,6 @@ def base(mesh_axis: str) -> str:
     return mesh_axis.partition(":")[0]
 
 
-def overlap(one: str, other: str) -> bool:
-    """Whether two mesh axes, or parts of them, number the same devices.
-
-    >>> overlap("data", "data:(1)2"), overlap("data:(1)2", "data:(2)4")
-    (True, False)
-    """
-    if base(one) != base(other) or ":" not in one or ":" not in other:
-        return base(one) == base(other)
-    (a, n), (b, m) = (tuple(map(int, x.partition(":(")[2].split(")"))) for x in (one, other))
-    return a < b * m and b < a * n
-
-
 class Ways:
     """The ways of mesh axes through a propagated program.
 
@@ -139,66 +126,23 @@ class Ways:
 
     def _find_cause(self, value: int, mesh_axis: str) -> Cause:
         """Where a mesh axis of a value comes from."""
-        waiting: list[tuple[int, tuple[Operation, ...]]] = [(value, ())]
-        ends, seen = [], set[int]()
-        while waiting:
-            value, way = waiting.pop()
-            while value not in seen and (found := self._arrival(value, mesh_axis)):
-                seen.add(value)
-                *_, value, operation = found
-                way = (operation, *way)
-            ends.append((value, way))
-            maker = self._find_repeating(value, mesh_axis)
-            if maker is None:
-                break
-            if value not in seen:
-                seen.add(value)
-                before = self._partners(maker, mesh_axis)
-                waiting += [(operand, (maker, *way)) for operand in reversed(before)]
-        # Where a type is all there is, as of a constant, the nearest one.
-        value, way = ends[0] if maker is not None else ends[-1]
+        way, seen = list[Operation](), set[int]()
+        while value not in seen and (found := self._find_arrival(value, mesh_axis)):
+            seen.add(value)
+            *_, value, operation = found
+            way.insert(0, operation)
         kind, end = self._own_layout(value)
-        return Cause(kind, value, self.find_dimension(value, mesh_axis) or 0, end, way)
+        return Cause(kind, value, self.find_dimension(value, mesh_axis) or 0, end, tuple(way))
 
     def find_dimension(self, value: int, mesh_axis: str) -> int | None:
-        """The dimension of a value that has a mesh axis, or a part of it."""
+        """The dimension of a value that has a mesh axis, or any part of it."""
         places = enumerate(self.values[value].spec or ())
-        found = (i for i, axes in places if any(overlap(axis, mesh_axis) for axis in axes))
+        found = (i for i, axes in places if base(mesh_axis) in map(base, axes))
         return next(found, None)
 
-    def _arrival(self, value: int, mesh_axis: str) -> tuple[int, str, int, Operation] | None:
-        found = (one for one in self._arrivals.get(value, ()) if overlap(one[1], mesh_axis))
+    def _find_arrival(self, value: int, mesh_axis: str) -> tuple[int, str, int, Operation] | None:
+        found = (one for one in self._arrivals.get(value, ()) if base(one[1]) == base(mesh_axis))
         return min(found, key=lambda one: one[0], default=None)
-
-    def _find_repeating(self, value: int, mesh_axis: str) -> Operation | None:
-        """The operation behind a value's constraint, if that only says what its operands say.
-
-        On Explicit meshes JAX pins each value to the layout that its type has, by a constraint with
-        the name of what makes the value.
-        """
-        pinning = self.pinning(value)
-        if pinning is None or pinning.kind != "sdy.sharding_constraint":
-            return None
-        (before,) = pinning.operands
-        i, own = self.find_dimension(value, mesh_axis), self.values[value].spec
-        given = self.values[before].spec if before in self.program.laid_out else None
-        if own and given and i is not None and own[i] == given[i]:
-            return pinning  # An argument has it there already.
-        maker = self.makers.get(before)
-        is_of_type = maker is not None and not maker.pin and maker.name == pinning.name
-        return maker if is_of_type else None
-
-    def _partners(self, operation: Operation, mesh_axis: str) -> list[int]:
-        """The operands that have a mesh axis where some result may have it."""
-        if operation.rule is None:
-            return []
-        kept = _factors_of(operation.rule.results)
-
-        def has(placed: Sequence[_Placed]) -> bool:
-            return any(x.factor in kept and overlap(x.mesh_axis, mesh_axis) for x in placed)
-
-        operands = zip(operation.operands, self._placed(operation.number), strict=False)
-        return [operand for operand, placed in operands if has(placed)]
 
     def _own_layout(self, value: int) -> tuple[CauseKind, Operation | None]:
         if value in self.program.laid_out:
@@ -208,16 +152,7 @@ class Ways:
         pinning = self.pinning(value)
         if pinning is None or pinning.pin is None:
             return "unknown", self.makers.get(value)
-        is_constraint = pinning.pin.kind == "constraint" and not self._is_border(pinning)
-        return "constraint" if is_constraint else "shard_map", pinning
-
-    def _is_border(self, constraint: Operation) -> bool:
-        """Whether Shardy has put a constraint in front of a ``jax.shard_map`` itself."""
-        spec = self.values[constraint.results[0]].spec
-        takers = self.users.get(constraint.results[0], [])
-        are_borders = [u.pin is not None and u.pin[::2] == ("region", spec) for u in takers]
-        is_written = constraint.name.rpartition("/")[2] == _CONSTRAINT
-        return bool(takers) and all(are_borders) and not is_written
+        return "constraint" if pinning.pin.kind == "constraint" else "shard_map", pinning
 
     def pinning(self, value: int) -> Operation | None:
         """The constraint or border whose layout a value has: what makes the value, or takes it."""
@@ -244,10 +179,9 @@ class Ways:
             here: dict[tuple[object, ...], Loss] = {}
             for loss in self._lost_at(operation):
                 # What is summed is summed once, and what a constraint pins is lost once.
-                place = () if loss.reason == "reduced" else (loss.operand, loss.dimension)
-                if loss.pinned_by is not None and loss.pinned_by is not operation:
-                    place = ()
-                if self._part(loss.mesh_axis)[1] > 1:
+                is_once = loss.reason in ("reduced", "pinned")
+                place = () if is_once else (loss.operand, loss.dimension)
+                if self._size(loss.mesh_axis) > 1:
                     here.setdefault((loss.reason, loss.mesh_axis, *place), loss)
             found += here.values()
         return found
@@ -255,12 +189,11 @@ class Ways:
     def _lost_at(self, operation: Operation) -> Iterator[Loss]:
         if operation.kind == "sdy.sharding_group":
             return
-        enters = operation.pin is not None and operation.pin.kind == "region"
-        if operation.pin is not None and enters:
+        if (pin := operation.pin) is not None and pin.kind == "region":
             # What is no business of the region is propagated into it.
             result = operation.results[0]
-            inside = self.values[result].spec or ((),) * len(operation.pin.spec)
-            kept = [{*map(base, (*a, *b))} for a, b in zip(operation.pin.spec, inside, strict=True)]
+            inside = self.values[result].spec or ((),) * len(pin.spec)
+            kept = [{*map(base, (*a, *b))} for a, b in zip(pin.spec, inside, strict=True)]
             for operand, i, axis in self._axes_of(operation.operands):
                 if base(axis) not in kept[i]:
                     yield Loss("pinned", operation, axis, operand, i, result, operation)
@@ -268,7 +201,7 @@ class Ways:
             for operand, i, axis in self._axes_of(operation.operands):
                 yield Loss("unruled", operation, axis, operand, i)
         else:
-            operands = zip(operation.operands, self._placed(operation.number), strict=False)
+            operands = zip(operation.operands, self._placed(operation), strict=False)
             for number, (operand, placed) in enumerate(operands):
                 for one in placed:
                     loss = Loss("cut", operation, one.mesh_axis, operand, one.dimension)
@@ -284,104 +217,86 @@ class Ways:
 
     def _judge(self, rule: Rule, number: int, factor: int, loss: Loss) -> Loss | None:
         """Why a mesh axis of an operand does not get through; None if it does."""
-        operation, mine = loss.operation, self._on_factor(loss.operation, number, factor)
-        for n, dims in enumerate(rule.results):
-            places = [i for i, factors in enumerate(dims) if factor in factors]
-            if not places:
-                continue
-            result = operation.results[n]
-            there = self._on_factor(operation, len(operation.operands) + n, factor)
-            if any(overlap(other, loss.mesh_axis) for other in there):
-                return None
-            loss = loss._replace(result=result)
-            if not self.values[result].is_open[places[0]]:
-                return loss._replace(reason="pinned", pinned_by=self.pinning(result) or operation)
-            if factor in rule.blocked:
+        operation, shape = loss.operation, self.values[loss.operand].shape
+        is_whole = factor in rule.replicated | rule.blocked
+        results = ((n, i, x) for n, dims in enumerate(rule.results) for i, x in enumerate(dims))
+        found = next(((n, i, x) for n, i, x in results if factor in x), None)
+        if found is None:
+            if is_whole and shape[loss.dimension] > 1:
                 return loss._replace(reason="whole")
-            if there and mine[: len(there)] != there:
-                return loss._replace(reason="conflict", rival=(result, there[0]))
-            if contested := self._contest(number, factor, mine, loss):
-                return contested
-            if factor in rule.replicated:
-                return loss._replace(reason="whole")
-            if result in self.program.results:
-                return loss._replace(reason="uneven")
-            is_joined = len(dims[places[0]]) > 1
-            is_cut = is_joined or len(rule.operands[number][loss.dimension]) > 1
-            return loss if is_cut else loss._replace(reason="undecided")
-        needs_whole = factor in rule.replicated | rule.blocked
-        if needs_whole and self.values[loss.operand].shape[loss.dimension] > 1:
-            return loss._replace(reason="whole")
-        if factor not in rule.reduced:
-            return loss._replace(reason="absent")
-        return self._contest(number, factor, mine, loss) or loss._replace(reason="reduced")
+            if factor not in rule.reduced:
+                return loss._replace(reason="absent")
+            return self._find_rival(number, factor, loss) or loss._replace(reason="reduced")
+        n, i, joined = found
+        result = operation.results[n]
+        there = self._on_factor(operation, len(operation.operands) + n, factor)
+        if base(loss.mesh_axis) in map(base, there):
+            return None
+        loss = loss._replace(result=result)
+        if not self.values[result].is_open[i]:
+            return loss._replace(reason="pinned", pinned_by=self.pinning(result) or operation)
+        if rival := None if factor in rule.blocked else self._find_rival(number, factor, loss):
+            return rival
+        is_cut = len(joined) > 1 or len(rule.operands[number][loss.dimension]) > 1
+        is_end = result in self.program.results
+        reasons = {"whole": is_whole, "uneven": is_end, "cut": is_cut, "undecided": True}
+        return loss._replace(reason=next(reason for reason, holds in reasons.items() if holds))
 
-    def _contest(self, number: int, factor: int, mine: Sequence[str], loss: Loss) -> Loss | None:
+    def _find_rival(self, number: int, factor: int, loss: Loss) -> Loss | None:
         """The loss to another dimension with the mesh axis, or to another layout of this one."""
-        operation = loss.operation
+        operation, mine = loss.operation, self._on_factor(loss.operation, number, factor)
         values = (*operation.operands, *operation.results)
-        placed = list(zip(values, self._placed(operation.number), strict=False))
+        placed = [*enumerate(zip(values, self._placed(operation), strict=False))]
         # Results come first: what got through has won.
-        for value, axes in reversed(placed):
+        others = [(n, value, axes) for n, (value, axes) in reversed(placed) if n != number]
+        for _, value, axes in others:
             for other in axes if value != loss.operand else ():
-                if other.factor != factor and overlap(other.mesh_axis, loss.mesh_axis):
+                if other.factor != factor and base(other.mesh_axis) == base(loss.mesh_axis):
                     return loss._replace(reason="used", rival=(value, other.mesh_axis))
-        for n, value in enumerate(operation.operands[: len(placed)]):
+        for n, value, _ in others:
             theirs = self._on_factor(operation, n, factor)
             length = min(len(mine), len(theirs))
-            if n != number and mine[:length] != theirs[:length]:
+            if mine[:length] != theirs[:length]:
                 return loss._replace(reason="conflict", rival=(value, theirs[0]))
         return None
 
     # What an operation sees
 
-    def _place(self, number: int) -> Sequence[Sequence[_Placed]]:
+    def _place(self, operation: Operation) -> Sequence[Sequence[_Placed]]:
         """The mesh axes of an operation's operands, then of its results, with their factors."""
-        operation = self.program.operations[number]
-        rule = operation.rule
+        rule, values = operation.rule, (*operation.operands, *operation.results)
         if rule is None:
             return ()
-        values = (*operation.operands, *operation.results)
-        mappings = (*rule.operands, *rule.results)
-        return [
-            list(self._factors(rule, self.values[value], mapping))
-            for value, mapping in zip(values, mappings, strict=False)
-        ]
+        pairs = zip(values, (*rule.operands, *rule.results), strict=False)
+        return [[*self._factors(rule, self.values[x].spec or (), factors)] for x, factors in pairs]
 
     def _factors(
-        self, rule: Rule, value: Value, mapping: Sequence[Sequence[int]]
+        self, rule: Rule, spec: Spec, mapping: Sequence[Sequence[int]]
     ) -> Iterator[_Placed]:
         """Mesh axes split the factors of a dimension one after the other, the major ones first.
 
-        One that is larger than a factor goes on to the next, in parts.
+        One that is larger than a factor is on the next one, too.
         """
-        for dimension, (axes, factors) in enumerate(zip(value.spec or (), mapping, strict=False)):
-            left = [[factor, rule.sizes[factor]] for factor in factors]
+        for dimension, (axes, factors) in enumerate(zip(spec, mapping, strict=False)):
+            end = 1
             for mesh_axis in axes:
-                start, rest = self._part(mesh_axis)
-                while rest > 1:
-                    while len(left) > 1 and left[0][1] == 1:
-                        left.pop(0)
-                    size, factor = rest, left[0][0] if left else None
-                    if len(left) > 1 and left[0][1] % rest:
-                        size, factor = (rest, None) if rest % left[0][1] else (left[0][1], factor)
-                    is_all = size == self._part(mesh_axis)[1]
-                    part = mesh_axis if is_all else f"{base(mesh_axis)}:({start}){size}"
-                    yield _Placed(dimension, factor, part)
-                    if factor is not None:
-                        left[0][1] = max(left[0][1] // size, 1)
-                    start, rest = start * size, rest // size
+                start, end, behind = end, end * self._size(mesh_axis), 1
+                for factor in factors:
+                    before, behind = behind, behind * rule.sizes[factor]
+                    is_last = factor == factors[-1]
+                    if before < end and (is_last or start < behind):
+                        fits = is_last or max(behind, end) % min(behind, end) == 0
+                        yield _Placed(dimension, factor if fits else None, mesh_axis)
 
     def _on_factor(self, operation: Operation, place: int, factor: int) -> Sequence[str]:
-        placed = self._placed(operation.number)
+        placed = self._placed(operation)
         axes = placed[place] if place < len(placed) else ()
         return [axis.mesh_axis for axis in axes if axis.factor == factor]
 
-    def _part(self, mesh_axis: str) -> tuple[int, int]:
-        """What is in front of a part of a mesh axis, and its size."""
-        name, _, part = mesh_axis.partition(":(")
-        start, _, size = part.partition(")")
-        return (int(start), int(size)) if part else (1, self.program.mesh[name])
+    def _size(self, mesh_axis: str) -> int:
+        """How many parts a mesh axis, or a part of it, makes."""
+        part = mesh_axis.partition(")")[2]
+        return int(part) if part else self.program.mesh[mesh_axis]
 
     # What a value has lost
 
@@ -406,6 +321,7 @@ class Ways:
                 at.setdefault((loss.operation.number, place), set()).add(n)
         lacking = []
         for operation in self.program.operations:
+            ends = operation.rule is not None and operation.rule.reduced
             for n, value in enumerate(operation.results):
                 spec = self.values[value].spec or ()
                 for i in [*range(len(self.values[value].shape)), _ENDED]:
@@ -413,10 +329,11 @@ class Ways:
                     sources = [*self._sources(operation, n, i)]
                     for name in self.program.mesh.keys() - has:
                         places = [(*source, name) for source in sources]
-                        here = [at.get((operation.number, place), ()) for place in places]
-                        if i == _ENDED and _has_ends(operation.rule):
+                        here = (at.get((operation.number, place), ()) for place in places)
+                        lost = set[int]().union(*here)
+                        if i == _ENDED and ends:
                             places = []
-                        lacking.append(((value, i, name), set[int]().union(*here), places))
+                        lacking.append(((value, i, name), lost, places))
         found: dict[_Place, set[int]] = {}
         size = -1
         # Once through the program, and once more for each time that a loop hands a loss on.
@@ -438,12 +355,3 @@ class Ways:
                 factors = {*rule.results[n][dimension]}
                 dims = enumerate(rule.operands[number])
                 yield from ((value, i) for i, own in dims if factors.intersection(own))
-
-
-def _factors_of(values: Sequence[Sequence[Sequence[int]]]) -> set[int]:
-    return {factor for dims in values for dim in dims for factor in dim}
-
-
-def _has_ends(rule: Rule | None) -> bool:
-    """Whether dimensions of operands end at an operation."""
-    return rule is not None and not _factors_of(rule.operands) <= _factors_of(rule.results)

@@ -5,25 +5,23 @@ layer gives is the last value of the forward pass that its operations make, that
 others use, and that has the shape of what the layer gave while it was traced.
 """
 
-import collections
 import dataclasses
 import itertools
-import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.causes.collectives import BecauseReport, explain_collectives
-from penzai_shard.causes.ways import Ways
+from penzai_shard.causes.ways import Loss, Ways
 from penzai_shard.causes.words import StepWords, WhyCause, WhyLoss, fold_blocks
 from penzai_shard.errors import Problem, RuleTypeError, SelectionError
 from penzai_shard.inspection.compiling import CompiledStep, compile_lowered
 from penzai_shard.inspection.lowering import lower_step
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import fold_key, join_paths, matches, nearest
+from penzai_shard.paths import join_paths, matches, nearest
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.propagation.flat import FLOW, propagate_lowered
 from penzai_shard.reports.report import Column, HasReport, Report
@@ -31,9 +29,7 @@ from penzai_shard.reports.report import Column, HasReport, Report
 RowKind = Literal["output", "gradient", "parameter", "result"]
 # What loops keep for the backward pass is written into large arrays.
 _STORE = "stablehlo.dynamic_update_slice"
-_PLAIN = (
-    "parameters as they were placed, gradients as their parameters, outputs of layers without any"
-)
+_PLAIN = "parameters as placed, gradients as their parameters, outputs of layers without parameters"
 _PASSES = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim", FLOW})
 
 
@@ -48,8 +44,7 @@ class WhyRow:
         shape: Its shape.
         spec: Its canonical spec, of mesh axes and parts of them.
         causes: Where each mesh axis of it comes from.
-        losses: What got lost on the way to it.
-        summed: The mesh axes over which devices sum up what they have of it.
+        losses: What got lost on the way to it; parameters gathered for use do not count.
         is_plain: Whether tables leave it out: a parameter that lies as it was placed, a gradient
             that lies as its parameter, the output of a layer without parameters.
     """
@@ -61,7 +56,6 @@ class WhyRow:
     spec: PartitionSpec
     causes: tuple[WhyCause, ...]
     losses: tuple[WhyLoss, ...]
-    summed: tuple[str, ...]
     is_plain: bool
 
 
@@ -71,78 +65,70 @@ class WhyReport(HasReport):
 
     Attributes:
         rows: Outputs of layers in the order of the program, gradients, parameters, results.
+        losses: Where the forward pass loses mesh axes, what costs most first. An output may have
+            got its mesh axis back behind the loss.
         words: What says causes and losses of the step.
+        compiled: The compiled step, if that is what was asked about.
         at: What the rows are narrowed to; empty for all.
     """
 
     rows: tuple[WhyRow, ...]
+    losses: tuple[WhyLoss, ...]
     words: StepWords
+    compiled: CompiledStep | None = None
     at: str = ""
 
     @property
     def lost(self) -> tuple[WhyRow, ...]:
-        """The rows on whose way a mesh axis got lost; gathered parameters do not count."""
-        return tuple(row for row in self.rows if not all(loss.gathered for loss in row.losses))
+        """The rows on whose way a mesh axis got lost."""
+        return tuple(row for row in self.rows if row.losses)
 
     def of_kind(self, kind: RowKind) -> tuple[WhyRow, ...]:
         """The rows of one kind."""
         return tuple(row for row in self.rows if row.kind == kind)
 
     def collectives(self) -> BecauseReport:
-        """Why each collective of the step is there; this compiles the step."""
-        return explain_collectives(self.words, compile_lowered(self.words.step, "why"))
+        """Why each collective of the step is there; this compiles the step, unless it is."""
+        compiled = self.compiled or compile_lowered(self.words.step, "why")
+        return explain_collectives(self.words, compiled)
 
     def report(self) -> Report:
-        """A row for each array that is not plain; with ``at`` for each, and with the ways.
+        """A row for each loss, then for each array that is not plain; with ``at`` for all.
 
         In rows of equal blocks ``*`` stands for the number of the block.
         """
-        columns = (
-            Column("array", "path"),
-            Column("is"),
-            Column("axes"),
-            Column("where it comes from", "detail"),
-            Column("lost", "detail"),
-        )
+        where = Column("array", "path"), Column("is"), Column("axes")
+        columns = *where, Column("at most", "bytes"), Column("because", "detail")
         shown = [row for row in self.rows if self.at or not row.is_plain]
-        data: dict[str, Any] = {"facts": {"arrays": [*map(dataclasses.asdict, self.rows)]}}
+        lost = [(x.layer or "no layer", "loss", None, x.bytes, x.text) for x in self.losses]
+        rows = fold_blocks([*lost, *map(self._write, shown)])
         notes = [*self.words.step.notes]
+        if self.losses:
+            notes.append("at most: bytes that a device receives to have again what is lost")
         if hidden := len(self.rows) - len(shown):
-            notes.append(f"what one expects has no row without at= ({hidden}): {_PLAIN}")
-        exact = [self._write(row) for row in shown]
-        folded = [(*x[:3], *(fold_blocks(x[0], text) for text in x[3:])) for x in exact]
-        keys = [(fold_key(x[0]), *x[1:]) for x in folded]
-        counts = collections.Counter(keys)
-        found = zip(exact, folded, keys, strict=True)
-        rows = [many if counts[key] > 1 else one for one, many, key in found]
-        return Report("Why", self._verdict(), columns, rows, notes, key=("array", "is"), **data)
+            notes.append(f"{hidden} more rows with at='**': {_PLAIN}")
+        facts = {"losses": [*map(dataclasses.asdict, self.losses)]}
+        facts["arrays"] = [*map(dataclasses.asdict, self.rows)]
+        key = "array", "is", "because"
+        return Report("Why", self._verdict(), columns, rows, notes, facts=facts, key=key)
 
     def _write(self, row: WhyRow) -> tuple[Any, ...]:
         path = row.path.removeprefix("params/")
         ways = (f" through {', then '.join(x.way)}" * bool(self.at and x.way) for x in row.causes)
         where = "; ".join(map("{}{}".format, row.causes, ways))
-        # What is of the layer itself goes by its name there.
-        where = re.sub(rf"\b{re.escape(row.path)}[./]", "", where)
-        if not row.causes:
-            where = "whole" + f", summed over {', '.join(row.summed)}" * bool(row.summed)
-        lost = ". ".join(map(str, row.losses))
+        where = where.replace(f"parameter {path}.", "its parameter ")
+        lost = dict.fromkeys(f"{loss.cause.mesh_axis} lost at {loss.place}" for loss in row.losses)
         leaf = LeafPlan(path, row.names, row.shape, None, row.spec, None, "", 0)
-        return path, row.kind, leaf.axes_text, where, lost
+        return path, row.kind, leaf.axes_text, None, "; ".join([where or "whole", *lost])
 
     def _verdict(self) -> str:
         mesh = self.words.step.mesh
         if mesh is None:
             return "no argument lies over a mesh: nothing is split"
-        kinds = {kind: self.of_kind(kind) for kind in get_args(RowKind)}
-        counts = (
-            f"{sum(bool(row.causes) for row in rows)} of {len(rows)} {kind}{'s' * (len(rows) > 1)}"
-            for kind, rows in kinds.items()
-            if rows
-        )
-        verdict = f"on mesh ({mesh_text(mesh)}) are split: {', '.join(counts)}"
-        losses = {loss for row in self.rows for loss in row.losses if not loss.gathered}
-        places = {(loss.place, loss.cause.mesh_axis) for loss in losses}
-        return verdict + f"; places where mesh axes got lost: {len(places)}" * bool(places)
+        split = sum(bool(row.causes) for row in self.rows)
+        verdict = f"on mesh ({mesh_text(mesh)}) {split} of {len(self.rows)} arrays are split"
+        places = {(loss.place, loss.cause.mesh_axis) for loss in self.losses}
+        return verdict + f"; places where mesh axes get lost: {len(places)}" * bool(places)
 
 
 def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyReport:
@@ -150,7 +136,8 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
 
     Args:
         step: As for ``compile_step``, or what that gives. Nothing is compiled, and any mesh does,
-            also an abstract one.
+            also an abstract one. On an Explicit mesh each operation has its layout by its type, so
+            the causes are lines of code.
         *args: As for ``compile_step``.
         at: What to narrow the report to: the label of a layer, the path of a parameter or a result,
             a part of one, or a pattern, as ``"block_3/mlp"`` or ``"block_*/up"``. The report then
@@ -180,17 +167,20 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     if not isinstance(at, str | None):
         problem = Problem("", f"at is {at!r}", "Write at='**/mlp'.")
         raise RuleTypeError("why:", [problem])
-    is_compiled = isinstance(step, CompiledStep)
-    lowered = step.step if is_compiled else lower_step(step, args, kwargs, "why")
+    compiled = step if isinstance(step, CompiledStep) else None
+    lowered = lower_step(step, args, kwargs, "why") if compiled is None else compiled.step
     words = StepWords(Ways(propagate_lowered(lowered.lowered)), lowered)
-    rows = tuple(_find_rows(words))
-    return WhyReport(rows if at is None else _select(rows, at.strip("/")), words, at or "")
+    rows, losses = tuple(_find_rows(words)), _find_losses(words)
+    if at is not None:
+        rows = _select(rows, at)
+        behind = {loss for row in rows for loss in row.losses}
+        losses = tuple(loss for loss in losses if loss in behind or _fits(loss.layer, at))
+    return WhyReport(rows, losses, words, compiled, at or "")
 
 
 def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
     """The rows about what fits a pattern, and about all that is in it."""
-    patterns = f"{at}/**", f"**/{at}/**"
-    found = tuple(row for row in rows if any(matches(p, row.path) for p in patterns))
+    found = tuple(row for row in rows if _fits(row.path, at))
     if not found:
         # A name may begin with any of its pieces.
         known = [row.path for row in rows]
@@ -200,6 +190,23 @@ def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
         problem = Problem("", f"no layer, parameter or result fits at={at!r}", fix, "unknown")
         raise SelectionError("why:", [problem])
     return found
+
+
+def _fits(path: str, at: str) -> bool:
+    at = at.strip("/")
+    return matches(f"{at}/**", path) or matches(f"**/{at}/**", path)
+
+
+def _find_losses(words: StepWords) -> tuple[WhyLoss, ...]:
+    """What the forward pass loses; the backward pass repeats it."""
+    phase = words.step.layers.phase
+    found = [x for x in words.ways.losses if phase(x.operation.name) == "forward"]
+    return tuple(sorted(_say_losses(words, found), key=lambda loss: -loss.bytes))
+
+
+def _say_losses(words: StepWords, losses: Iterable[Loss]) -> tuple[WhyLoss, ...]:
+    told = (words.loss(loss) for loss in losses if loss.reason != "reduced")
+    return tuple(dict.fromkeys(loss for loss in told if not loss.gathered))
 
 
 # Rows
@@ -212,9 +219,7 @@ def _find_rows(words: StepWords) -> Iterator[WhyRow]:
     holders = {x for array in parameters.values() for x in step.layers.holders(array.path)}
     with_parameters = {y for x in holders for y in itertools.accumulate(x.split("/"), join_paths)}
     for array, value in _find_outputs(words).items():
-        row = _make_row(words, "output", array, value)
-        is_loser = any(loss.layer == row.path and not loss.gathered for loss in row.losses)
-        is_plain = row.path not in with_parameters and not is_loser
+        row, is_plain = _make_row(words, "output", array, value), array.path not in with_parameters
         yield dataclasses.replace(row, is_plain=is_plain)
     for array in parameters.values():
         if array.path in words.gradients:
@@ -228,22 +233,15 @@ def _find_rows(words: StepWords) -> Iterator[WhyRow]:
 
 
 def _make_row(words: StepWords, kind: RowKind, array: StepArray, value: int) -> WhyRow:
-    known, lost = words.ways.values[value], words.ways.lost(value)
+    known, causes = words.ways.values[value], words.causes(value)
+    # What has the mesh axis again, on another dimension, did not lose it. A gradient is brought to
+    # its layout, whatever was lost before.
     has = {axis for axes in known.spec or () for axis in axes}
-    summed = tuple(dict.fromkeys(loss.mesh_axis for loss in lost if loss.reason == "reduced"))
-    told: dict[WhyLoss, None] = {}
-    # A gradient is brought to its layout, whatever was lost before.
-    for loss in lost if kind != "gradient" else ():
-        said = words.loss(loss)
-        is_here = loss.reason in ("used", "conflict") and said.layer == array.path
-        # What has the mesh axis again, on another dimension, did not lose it.
-        is_back = loss.mesh_axis in has and (kind == "output" or loss.result is None)
-        if loss.reason != "reduced" and (is_here or not (is_back or said.gathered)):
-            told[said] = None
-    causes, spec, path = words.causes(value), specs.canonical(known.spec or ()), array.path
-    is_own = all((one.kind, one.path) == ("parameter", path) for one in causes)
-    found = path, array.names, known.shape, spec, causes, tuple(told), summed
-    return WhyRow(kind, *found, is_plain=is_own and kind in ("gradient", "parameter"))
+    lost = [x for x in words.ways.lost(value) if x.mesh_axis not in has and kind != "gradient"]
+    is_own = all((one.kind, one.path) == ("parameter", array.path) for one in causes)
+    found = array.names, known.shape, specs.canonical(known.spec or ()), causes
+    is_plain = is_own and kind in ("gradient", "parameter")
+    return WhyRow(kind, array.path, *found, _say_losses(words, lost), is_plain)
 
 
 def _find_outputs(words: StepWords) -> dict[StepArray, int]:
@@ -269,17 +267,16 @@ def _find_outputs(words: StepWords) -> dict[StepArray, int]:
 
 def _is_used(words: StepWords, value: int, mark: int) -> bool:
     """Whether others than a layer use a value for more than to keep it."""
-    waiting, seen = [value], {value}
+    waiting, seen = [value], set[int]()
     while waiting:
         value = waiting.pop()
         if value in words.results:
             return True
+        seen.add(value)
         for user in words.ways.users.get(value, ()):
-            if mark in words.step.layers.find_marks(user.name):
-                continue
-            if user.kind not in (*_PASSES, _STORE):
-                return True
-            if user.kind != _STORE:
+            is_other = mark not in words.step.layers.find_marks(user.name)
+            if is_other and user.kind in _PASSES:
                 waiting += [result for result in user.results if result not in seen]
-                seen.update(user.results)
+            elif is_other and user.kind != _STORE:
+                return True
     return False

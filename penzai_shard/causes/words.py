@@ -4,11 +4,13 @@ A rule is written as its user wrote it, wherever it stands: that logical axis 'n
 parameter lies on mesh axis 'model' is the rule 'neurons' -> 'model'.
 """
 
+import collections
 import dataclasses
 import functools
-import itertools
+import math
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ _KINDS = {"parameters": "parameter", "inputs": "input", "outputs": "declared res
 _OPERATIONS = {
     "add_any": "a sum of gradients",
     "dot_general": "a matrix product",
+    FLOW: "a call, a loop, a branch or the end",
     "gather": "a look-up",
     "reduce_sum": "a sum over dimensions",
     "sharding_constraint": "a constraint",
@@ -93,7 +96,7 @@ class WhyCause:
 
 @dataclasses.dataclass(frozen=True)
 class WhyLoss:
-    """Where a mesh axis got lost on the way to an array.
+    """Where a mesh axis got lost.
 
     Attributes:
         reason: Why, in one word, as ``penzai_shard.causes.ways.Loss`` has it; ``"asked"`` of what
@@ -101,7 +104,9 @@ class WhyLoss:
         cause: Where the mesh axis came from.
         place: The operation, with its layer.
         layer: The label of the layer, ``"loss"`` or ``"optimizer"``; empty if that is not known.
-        text: All of it in a sentence.
+        text: All of it in a sentence, without the layer.
+        bytes: What a device receives if it is to have the array whole over the mesh axis, in all
+            runs of the operation: more than is sent where the compiler finds a better way.
         gathered: The parameter that is only gathered for use there, which is no loss.
     """
 
@@ -110,10 +115,11 @@ class WhyLoss:
     place: str
     layer: str
     text: str
+    bytes: int = 0
     gathered: str = ""
 
     def __str__(self) -> str:
-        return self.text
+        return f"{self.layer}: {self.text}" if self.layer else self.text
 
 
 class StepWords:
@@ -155,9 +161,10 @@ class StepWords:
         found = self.ways.cause(value, mesh_axis)
         kind, path, names = self._find_source(found)
         name = names[found.dimension] if names and found.dimension < len(names) else None
-        way = itertools.groupby((one for one in found.way if one.kind != FLOW), self._owner)
-        steps = (self._at(", ".join(dict.fromkeys(map(self._do, ops))), x) for x, ops in way)
-        return WhyCause(mesh_axis, kind, path, name, tuple(steps))
+        # Operations that leave the array as it is say nothing of the way.
+        way = (one for one in found.way if not _SAME_ARRAY.fullmatch(one.kind))
+        steps = tuple(dict.fromkeys(map(self.place, way)))
+        return WhyCause(mesh_axis, kind, path, name, steps)
 
     def _find_source(self, cause: Cause) -> tuple[str, str, Any]:
         """Kind and path of a cause, and the logical axes of what it lays out."""
@@ -219,44 +226,47 @@ class StepWords:
             is_sum: Whether all that counts is that devices sum over the mesh axis.
         """
         operation = loss.pinned_by or loss.operation
-        cause, place = self.cause(loss.operand, loss.mesh_axis), self.place(operation)
-        layer, of = self._owner(operation), f"{loss.mesh_axis!r} of {cause.source}"
+        cause, at = self.cause(loss.operand, loss.mesh_axis), self._do(operation)
+        where = cause, self.place(operation), self._owner(operation)
+        of = f"{loss.mesh_axis!r} of {cause.source}"
         if is_sum or loss.reason == "reduced":
-            return WhyLoss("reduced", cause, place, layer, f"devices sum over {of} at {place}")
+            return WhyLoss("reduced", *where, f"devices sum over {of} at {at}")
         # What else is split over the mesh axis wins, and the parameter is there for its use alone.
-        holder = self.find_constraint_layer(operation)
+        holder, lost = self.find_constraint_layer(operation), self._count_bytes(loss)
         is_for_use = holder is not None and isinstance(holder.layer, GatherParameters)
         if loss.reason == "used" and loss.rival is not None:
             is_for_use = loss.rival[0] in operation.results
         moved = self.find_argument(loss.operand) if is_for_use else None
         if moved is not None and moved.part == "parameters":
             path = moved.path.removeprefix("params/")
-            text = f"{path} is gathered over {loss.mesh_axis!r} for {place}"
-            return WhyLoss(loss.reason, cause, place, layer, text, path)
+            text = f"{path} is gathered over {loss.mesh_axis!r} for {at}"
+            return WhyLoss(loss.reason, *where, text, lost, path)
         name, size = cause.logical_axis, self.ways.values[loss.operand].shape[loss.dimension]
         dim = f"dimension {loss.dimension} ({size})" if name is None else f"{str(name)!r} ({size})"
         rival = self.cause(*loss.rival) if loss.rival else cause
         against = f"{rival.mesh_axis!r} of {rival.source}"
         what = _REASONS[loss.reason].format(dim=dim, rival=against)
-        return WhyLoss(loss.reason, cause, place, layer, f"{of} is lost at {place}: {what}")
+        return WhyLoss(loss.reason, *where, f"{of} is lost at {at}: {what}", lost)
+
+    def _count_bytes(self, loss: Loss) -> int:
+        value, sizes = self.ways.values[loss.operand], self.ways.program.mesh
+        parts = math.prod(sizes[base(axis)] for axes in value.spec or () for axis in axes)
+        bits = re.search(r"\d+", value.dtype)
+        held = math.prod(value.shape) * max(int(bits[0]) // 8 if bits else 1, 1) / parts
+        return int(held * (sizes[base(loss.mesh_axis)] - 1) * (loss.operation.times or 1))
 
     def place(self, operation: Operation) -> str:
         """What an operation does, and its layer."""
-        return self._at(self._do(operation), self._owner(operation))
+        layer = self._owner(operation)
+        return f"{self._do(operation)} in {layer}" if layer else self._do(operation)
 
     def _do(self, operation: Operation) -> str:
         """What an operation does; where there are no words, JAX's name for it."""
-        if operation.kind == FLOW:
-            is_end = not self.results.keys().isdisjoint(operation.results)
-            return "the end of the step" if is_end else "a loop, a branch or a call"
         name = operation.name.rpartition("/")[2] or operation.kind.rpartition(".")[2]
-        return _OPERATIONS.get(name, name)
+        return _OPERATIONS.get(FLOW if operation.kind == FLOW else name, name)
 
     def _owner(self, operation: Operation) -> str:
         return self.step.layers.owner(operation.name) or ""
-
-    def _at(self, what: str, layer: str) -> str:
-        return f"{what} in {layer}" if layer else what
 
 
 def rule_text(logical_axis: Any, mesh_axis: str) -> str:
@@ -268,13 +278,18 @@ def rule_text(logical_axis: Any, mesh_axis: str) -> str:
     return f"{str(logical_axis)!r} -> {base(mesh_axis)!r}"
 
 
-def fold_blocks(path: str, text: str) -> str:
-    """A text on a path, with ``*`` for the numbers of blocks if there are such in the path.
+def fold_blocks(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The same rows; where rows of equal blocks are one but for numbers in texts, these are ``*``.
 
-    >>> fold_blocks("block_3/mlp", "block_3/mlp (8)")
-    'block_*/mlp (8)'
+    Args:
+        rows: A path, something that must be equal, any more values, and a text.
+
+    >>> fold_blocks([("block_3/mlp", "loss", "at block_3/up"), ("block_4/mlp", "loss", "at x")])
+    [('block_3/mlp', 'loss', 'at block_3/up'), ('block_4/mlp', 'loss', 'at x')]
     """
-    return _PATHS.sub(lambda x: fold_key(x[0]), text) if fold_key(path) != path else text
+    keys = [(fold_key(x[0]), x[1], _PATHS.sub(lambda y: fold_key(y[0]), x[-1])) for x in rows]
+    counts, pairs = collections.Counter(keys), zip(rows, keys, strict=True)
+    return [(*row[:-1], key[-1] if counts[key] > 1 else row[-1]) for row, key in pairs]
 
 
 def _find_line(operation: Operation) -> str:

@@ -8,19 +8,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from penzai_shard.causes.ways import Ways
 from penzai_shard.propagation.flat import propagate_lowered
-from tests.propagation.programs import MESH, array, lower, pinned, undecided
-
-EXPLICIT = MESH.update(axis_types=(AxisType.Explicit,) * 2)
-
-
-def explicit(*spec, shape=(16, 16)):
-    """An argument on the Explicit mesh."""
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(EXPLICIT, P(*spec)))
+from tests.propagation.programs import array, lower, pinned, undecided
 
 
 def find_ways(function, *arguments, **options):
