@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from penzai_shard.causes.ways import Ways
+from penzai_shard.causes.ways import Ways, base
 from penzai_shard.propagation.flat import propagate_lowered
 from tests.propagation.programs import array, lower, pinned, undecided
 
@@ -74,19 +74,47 @@ class Drawn:
         )
         return Drawn(tuple(arguments), tuple(operations))
 
-    def find_ways(self):
-        """The ways of its last two values, which come out."""
-        return find_ways(
-            self._run, [undecided() if s is None else array(*s) for s in self.arguments]
-        )
-
-    def _run(self, xs):
+    def run(self, number, xs):
+        """Its last two values, which come out."""
         values = list(xs)
         for i, (kind, first, second, spec) in enumerate(self.operations):
-            with jax.named_scope(f"constraint_{i}"):
+            with jax.named_scope(f"program_{number}/constraint_{i}"):
                 x, y = values[first], values[second]
                 values.append(pinned(x, *spec) if kind == PINNED else KINDS[kind](x, y))
         return values[-1], values[-2]
+
+
+class SideBySide:
+    """Drawn programs in one, which have nothing to do with each other: lowering takes the time."""
+
+    def __init__(self, drawn):
+        specs = [one.arguments for one in drawn]
+        arguments = [[undecided() if s is None else array(*s) for s in every] for every in specs]
+        self.ways = find_ways(
+            lambda every: [drawn[n].run(n, xs) for n, xs in enumerate(every)], arguments
+        )
+        left = iter(self.ways.program.arguments)
+        self._arguments = [[next(left) for _ in every] for every in specs]
+
+    def spec(self, number):
+        """The spec of the last value of a program."""
+        return self.ways.values[self.ways.program.results[2 * number]].spec or ((), ())
+
+    def source(self, number, mesh_axis):
+        """Which source of a program the mesh axis of its last value comes from."""
+        cause = self.ways.cause(self.ways.program.results[2 * number], mesh_axis)
+        if cause.kind == "argument":
+            return cause.kind, self._arguments[number].index(cause.value)
+        name = rf"program_{number}/.*constraint_(\d+)"
+        return cause.kind, int(re.search(name, cause.operation.name)[1])
+
+    def is_contested(self, number, mesh_axis):
+        """Whether two dimensions want a mesh axis: all sources together then say who wins."""
+        return any(
+            loss.reason in ("used", "conflict") and base(loss.mesh_axis) == mesh_axis
+            for loss in self.ways.losses
+            if f"program_{number}/" in loss.operation.name
+        )
 
 
 def draw(rng):
@@ -97,10 +125,3 @@ def draw(rng):
         kind, first = rng.choice([*KINDS, PINNED, PINNED]), rng.randrange(max(0, count - 4), count)
         operations.append((kind, first, rng.randrange(count), rng.choice(SPECS[1:])))
     return Drawn(tuple(arguments), tuple(operations))
-
-
-def source_of(ways, cause):
-    """What a cause is among the sources of a drawn program."""
-    if cause.kind == "argument":
-        return cause.kind, ways.program.arguments.index(cause.value)
-    return cause.kind, int(re.search(r"constraint_(\d+)", cause.operation.name)[1])
