@@ -12,7 +12,8 @@ have the dimension: in Shardy's words, though they share a factor of the operati
 value lacks was lost at the first such operation behind it; only loops hand losses round, hence a
 fixpoint. A dimension that is summed up ends, and takes its mesh axis along: that is no loss.
 
-Names of parts of mesh axes, such as ``data:(2)4``, are Shardy's: the part of size 4 behind 2.
+Names of parts of mesh axes, such as ``data:(2)4``, are Shardy's: the part of size 4 behind 2. Here
+a part counts as its mesh axis.
 """
 
 import functools
@@ -108,8 +109,8 @@ class Ways:
         self.values: Sequence[Value] = program.values
         self.makers: dict[int, Operation] = {}
         self.users: dict[int, list[Operation]] = {}
-        # Of each value what came to it: the step, the mesh axis, from where, and through what.
-        self._arrivals: dict[int, list[tuple[int, str, int, Operation]]] = {}
+        # How a mesh axis first came to a value: the step, from where, and through what.
+        self._arrivals: dict[tuple[int, str], tuple[int, int, Operation]] = {}
         for operation in program.operations:
             self.makers |= dict.fromkeys(operation.results, operation)
             for value in dict.fromkeys(operation.operands):
@@ -117,8 +118,9 @@ class Ways:
             for step, mesh_axis, source, targets in operation.edges:
                 # Within a shard_map a value has not the mesh axes of the border, which come of it.
                 for target in targets if self.find_dimension(source, mesh_axis) is not None else ():
-                    arrival = step, mesh_axis, source, operation
-                    self._arrivals.setdefault(target, []).append(arrival)
+                    key, new = (target, base(mesh_axis)), (step, source, operation)
+                    first = self._arrivals.setdefault(key, new)
+                    self._arrivals[key] = new if step < first[0] else first
         self.cause = functools.cache(self._find_cause)
         self._placed = functools.cache(self._place)
 
@@ -127,9 +129,9 @@ class Ways:
     def _find_cause(self, value: int, mesh_axis: str) -> Cause:
         """Where a mesh axis of a value comes from."""
         way, seen = list[Operation](), set[int]()
-        while value not in seen and (found := self._find_arrival(value, mesh_axis)):
+        while value not in seen and (found := self._arrivals.get((value, base(mesh_axis)))):
             seen.add(value)
-            *_, value, operation = found
+            _, value, operation = found
             way.insert(0, operation)
         kind, end = self._own_layout(value)
         return Cause(kind, value, self.find_dimension(value, mesh_axis) or 0, end, tuple(way))
@@ -139,10 +141,6 @@ class Ways:
         places = enumerate(self.values[value].spec or ())
         found = (i for i, axes in places if base(mesh_axis) in map(base, axes))
         return next(found, None)
-
-    def _find_arrival(self, value: int, mesh_axis: str) -> tuple[int, str, int, Operation] | None:
-        found = (one for one in self._arrivals.get(value, ()) if base(one[1]) == base(mesh_axis))
-        return min(found, key=lambda one: one[0], default=None)
 
     def _own_layout(self, value: int) -> tuple[CauseKind, Operation | None]:
         if value in self.program.laid_out:

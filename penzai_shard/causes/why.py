@@ -106,7 +106,7 @@ class WhyReport(HasReport):
         if self.losses:
             notes.append("at most: bytes that a device receives to have again what is lost")
         if hidden := len(self.rows) - len(shown):
-            notes.append(f"{hidden} more rows with at='**': {_PLAIN}")
+            notes.append(f"more rows with at='**' ({hidden}): {_PLAIN}")
         facts = {"losses": [*map(dataclasses.asdict, self.losses)]}
         facts["arrays"] = [*map(dataclasses.asdict, self.rows)]
         key = "array", "is", "because"
@@ -165,8 +165,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     ['data from input argument (batch)', 'model from parameter model/up.weights (b)']
     """
     if not isinstance(at, str | None):
-        problem = Problem("", f"at is {at!r}", "Write at='**/mlp'.")
-        raise RuleTypeError("why:", [problem])
+        raise RuleTypeError("why:", [Problem("", f"at is {at!r}", "Write at='**/mlp'.")])
     compiled = step if isinstance(step, CompiledStep) else None
     lowered = lower_step(step, args, kwargs, "why") if compiled is None else compiled.step
     words = StepWords(Ways(propagate_lowered(lowered.lowered)), lowered)

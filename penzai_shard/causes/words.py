@@ -31,7 +31,7 @@ _KINDS = {"parameters": "parameter", "inputs": "input", "outputs": "declared res
 _OPERATIONS = {
     "add_any": "a sum of gradients",
     "dot_general": "a matrix product",
-    FLOW: "a call, a loop, a branch or the end",
+    FLOW: "the end of the step",  # Other borders have names.
     "gather": "a look-up",
     "reduce_sum": "a sum over dimensions",
     "sharding_constraint": "a constraint",
@@ -263,7 +263,7 @@ class StepWords:
     def _do(self, operation: Operation) -> str:
         """What an operation does; where there are no words, JAX's name for it."""
         name = operation.name.rpartition("/")[2] or operation.kind.rpartition(".")[2]
-        return _OPERATIONS.get(FLOW if operation.kind == FLOW else name, name)
+        return _OPERATIONS.get(name, name)
 
     def _owner(self, operation: Operation) -> str:
         return self.step.layers.owner(operation.name) or ""

@@ -128,7 +128,6 @@ CAUSES = {
     "declared": (declared, "result result", "declared result, result, None"),
     "batch": (lambda a: train(linear(), spec=(a,)), "output up", "input, inputs/x, batch"),
     "gradient": (lambda a: train(linear(), {"a": a}), GRADIENT, f"{TRAINED}, a"),
-    "twice": (lambda a: train(linear(), {"b": a}, accumulate_steps=2), GRADIENT, f"{TRAINED}, b"),
     "rolled stack": (roll, "output up", f"{WEIGHTS}, b"),
     "shard_map": (region, "result result", f"shard_map, {line(region, 3)}, None"),
     "user": (of_user, "output up/of_data", f"constraint, {line(of_user, 1)}, None"),
@@ -186,14 +185,13 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_in_the_first_lines(name):
-    """Though the mesh axis is there again behind it, and other layers come first."""
+    """Once, though the backward pass repeats it, and the mesh axis is there again behind it."""
     layer, expected = MISTAKES[name]
     stem = linear(None, "block_0/up"), linear(None, "block_0/down", "b", "a")
     layers = [*stem, linear(None, "block_1/up"), layer, by_name({"batch": "data", "b": "model"})]
     report = ask(*train(pz.nn.Sequential([*layers, TANH]), {"b": "model"}, spec=("data",)))
     assert expected in " ".join(" ".join(str(report).splitlines()[:10]).split())
-    costs = [loss.bytes for loss in report.losses]
-    assert costs == sorted(costs, reverse=True)
+    assert len(report.losses) == 1
 
 
 def test_operation_and_layer_of_a_loss_are_named():
@@ -213,8 +211,13 @@ def test_constraint_that_loses_and_rivals_are_named():
     (loss,) = why(lambda x, y: x * y, small("data"), small(None, "data")).losses
     assert (loss.reason, loss.place) == ("used", "mul")
     assert "'data' of input x splits another dimension there" in loss.text
-    report = why(lambda x: x[:6], small("data"))
-    assert [loss.reason for loss in find_row(report, "result result").losses] == ["uneven"]
+    report = why(lambda x, y: (x[:5], y[:6]), small("model"), small("data"))
+    assert {loss.place for loss in report.losses} == {"the end of the step"}
+    # Of y more is gathered.
+    assert [f"{loss.reason} {loss.cause.path}" for loss in report.losses] == [
+        "uneven y",
+        "uneven x",
+    ]
 
 
 def test_parameter_that_is_gathered_for_use_is_no_loss():
@@ -241,11 +244,9 @@ def test_what_one_expects_has_no_row_in_the_table_and_equal_blocks_one(blocks):
     counts = [len(report.of_kind(kind)) for kind in ("output", "gradient", "parameter")]
     data = json.loads(report.to_json())
     assert (counts, len(data["rows"]), len(data["arrays"])) == ([6, 5, 5], 5, 16)
-    assert data["losses"] == []
     lines = str(report).splitlines()
     assert [line for line in lines if line.startswith("block_{0-1}/up")]
     assert sum("block_{0-1}/" in line and "batch=8/data" in line for line in lines) == 2
-    assert max(map(len, lines)) <= 100
 
 
 def test_at_narrows_and_tells_the_way(blocks):
