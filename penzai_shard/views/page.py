@@ -15,7 +15,6 @@ from typing import Any
 
 from penzai import pz
 
-from penzai_shard.causes.collectives import explain_collectives
 from penzai_shard.causes.why import WhyReport, why
 from penzai_shard.errors import (
     CompilationError,
@@ -196,7 +195,7 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
     causes = _attempt(lambda: why(program), PropagationError)
     sections = {"Memory": compiled.memory, "Collectives": collectives}
     if isinstance(causes, WhyReport) and isinstance(collectives, CollectiveReport):
-        because = explain_collectives(causes.words, program)
+        because = causes.collectives()
         sections |= {"Because": because, "Rules": because.by_rule()}
     return {**sections, "Why": causes}
 
