@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def read_arrays(
 ) -> dict[str, jax.Array]:
     """Reads arrays onto any devices; with several processes all call it.
 
-    Any of the arrays can be donated. What this process has read is logged.
+    Any of the arrays can be donated. What it cost this process is logged.
 
     Args:
         called: The function that was called, for messages.
@@ -73,8 +74,15 @@ def read_arrays(
         }
         checked = [name for name in full if verify and records[name].values]
         shapes = {name: records[name].stored_shape for name in checked}
+        before = peak = _read_resident_bytes()
         with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
-            store = ChecksumStore(manifest.store, shapes, bar.advance)
+
+            def advance(size: int) -> None:
+                nonlocal peak
+                peak = max(peak, _read_resident_bytes())
+                bar.advance(size)
+
+            store = ChecksumStore(manifest.store, shapes, advance)
             arrays = fill_arrays(pairs, store)
             found = store.compute_checksums()
         what = "its numbers are not those that were saved"
@@ -84,8 +92,9 @@ def read_arrays(
         if not verify and read_manifest(manifest.path).records != manifest.records:
             refuse_damage(manifest.path, {"": "it was replaced while it was read"})
         landed = sum(array.nbytes for array in arrays.values())
-        sizes = bytes_text(landed), bytes_text(store.bytes_read)
-        logging.getLogger("penzai_shard").info("restored %s, read %s: %s", *sizes, manifest.path)
+        sizes = map(bytes_text, (landed, store.bytes_read, peak - before))
+        text = "restored %s, read %s, the host's memory grew by at most %s: %s"
+        logging.getLogger("penzai_shard").info(text, *sizes, manifest.path)
         for name, record in record_of.items():
             if record.key_impl is not None:
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
@@ -105,6 +114,15 @@ def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
         if (shape, dtype) != said:
             damaged[name] = f"its entry says {said[1]}{[*said[0]]}, stored is {dtype}{[*shape]}"
     refuse_damage(manifest.path, damaged)
+
+
+def _read_resident_bytes() -> int:
+    """The memory that this process holds; 0 where the system, if not Linux, does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _read_as_numbers(

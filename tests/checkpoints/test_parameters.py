@@ -1,5 +1,7 @@
 """Parameters by path: in memory, and restored onto any mesh, into any kind of model."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -200,3 +202,12 @@ def test_restore_params_refuses_options(saved, options, error, path):
     with pytest.raises(error) as caught:
         pzs.restore_params(saved, MLP, **options)
     assert path in paths_of(caught)
+
+
+def test_restore_params_logs_what_it_cost(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "penzai_shard")
+    arrays = {"w": jnp.ones((1024, 1024))}
+    pzs.restore_params(pzs.save_params(tmp_path / "a", arrays), arrays)
+    # How much memory the process got for it depends on what it had.
+    landed, read, _, path = caplog.records[-1].args
+    assert (landed, read, str(path)) == ("4.0 MiB", "4.0 MiB", str(tmp_path / "a"))
