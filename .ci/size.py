@@ -19,7 +19,7 @@ BUDGETS = {
     "arrays": 525,
     "planning": 595,
     "placement": 585,
-    "propagation": 567,
+    "propagation": 570,
     "processes": 296,
     "layers": 1670,
     "surgery": 1500,
@@ -32,7 +32,7 @@ BUDGETS = {
     "causes": 660,
     "findings": 693,
     "views": 434,
-    "naming": 1360,
+    "naming": 1357,
     "choosing": 1315,
     "cli": 475,
 }

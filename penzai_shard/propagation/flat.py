@@ -115,6 +115,7 @@ class Operation:
         times: How often it runs: the product of the turns of loops around it, ``None`` if one of
             them is unknown. Of branches each one counts.
         order: Its place in the program that JAX wrote; the list is in XLA's order.
+        cuts: Of a slice, what it takes of each dimension: start, end and stride.
     """
 
     number: int
@@ -128,6 +129,7 @@ class Operation:
     pin: Pin | None = None
     times: int | None = 1
     order: int = 0
+    cuts: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclasses.dataclass
@@ -409,6 +411,7 @@ class _Reader:
             edges=_read_edges(attributes, operands, results),
             pin=pin,
             times=around.times,
+            cuts=_read_cuts(attributes) if kind == "stablehlo.slice" else (),
         )
 
     def _emit(self, **fields: Any) -> None:
@@ -431,6 +434,11 @@ def _read_edges(
             into = tuple(sides[to][int(n)] for to, n in _PLACE.findall(targets))
             found.append(Edge(int(step), mesh_axis + part, source, into))
     return tuple(found)
+
+
+def _read_cuts(attributes: Mapping[str, Mlir]) -> tuple[tuple[int, int, int], ...]:
+    keys = ("start_indices", "limit_indices", "strides")
+    return tuple(zip(*(ir.DenseI64ArrayAttr(attributes[key]) for key in keys), strict=True))
 
 
 def _read_type(kind: Mlir) -> tuple[tuple[int, ...], str]:

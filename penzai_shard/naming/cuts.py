@@ -1,0 +1,199 @@
+"""Ties what slices and concatenations say of dimensions, until they say nothing more.
+
+Shardy's rules tie nothing that changes in length. So queries, keys and values of one weight, halves
+that rotary embeddings change for one another, and gates beside their neurons would stay open.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from penzai_shard.naming.ties import Classes, Elements, makers_of
+from penzai_shard.propagation.flat import Operation, Propagated
+
+CONCATENATE = "stablehlo.concatenate"
+# Where a part starts in a dimension, where it ends, and its stride.
+_Place = tuple[int, int, int]
+# These may take an element from another place, and keep the shape all the same.
+_MOVING = frozenset(
+    f"stablehlo.{kind}"
+    for kind in ("convolution", "dot_general", "gather", "reshape", "scatter", "transpose")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parted:
+    """A dimension with its parts: what it is cut into, or put together from.
+
+    Attributes:
+        whole: The element of the dimension.
+        parts: The element of each part by its place.
+        source: Of what is put together: the dimension, as long as it, that all parts come from.
+        is_joined: Whether it is put together.
+    """
+
+    whole: int
+    parts: Mapping[_Place, int]
+    source: int | None = None
+    is_joined: bool = False
+
+    def covers(self, classes: Classes) -> bool:
+        """Whether each element of the dimension is in one part."""
+        places = sorted(index for place in self.parts for index in range(*place))
+        return places == list(range(classes.sizes[self.whole]))
+
+
+def tie_cuts(program: Propagated, classes: Classes, elements: Elements) -> None:
+    """Ties what parts of dimensions say of one another.
+
+    Args:
+        program: The program, without what goes back over it for a gradient: there parts are put
+            together that were cut apart before.
+        classes: Where all else has been tied.
+        elements: The elements in it of the dimensions of each value.
+    """
+    cut = list(_read_cut(program, elements))
+    joined = list(_read_joined(program, elements))
+    while True:
+        before = classes.ties
+        _tie_same_places([*cut, *joined], classes)
+        _tie_minor_parts(cut, classes)
+        _tie_joined_again(cut, joined, classes)
+        if classes.ties == before:
+            # Last, as parts may get to be of one kind by all the others.
+            _split_equal_parts(program, cut, joined, classes, elements)
+        if classes.ties == before:
+            return
+
+
+# Reading
+
+
+def _read_cut(program: Propagated, elements: Elements) -> Iterator[_Parted]:
+    found: dict[int, dict[_Place, int]] = collections.defaultdict(dict)
+    for operation in program.operations:
+        for dim, place in enumerate(operation.cuts):
+            whole, part = (
+                (elements[v][dim], program.values[v].shape[dim])
+                for v in (operation.operands[0], operation.results[0])
+            )
+            if part[1] < whole[1]:
+                found[whole[0]][place] = part[0]
+    return itertools.starmap(_Parted, found.items())
+
+
+def _read_joined(program: Propagated, elements: Elements) -> Iterator[_Parted]:
+    makers = makers_of(program)
+    for operation in program.operations:
+        if operation.kind != CONCATENATE:
+            continue
+        shapes = [program.values[v].shape for v in (*operation.results, *operation.operands)]
+        dim = next(
+            (n for n, ends in enumerate(zip(*shapes, strict=True)) if len({*ends}) > 1), None
+        )
+        if dim is None:
+            continue
+        ends = [0, *itertools.accumulate(shape[dim] for shape in shapes[1:])]
+        places = [(start, end, 1) for start, end in itertools.pairwise(ends)]
+        parts = [elements[operand][dim] for operand in operation.operands]
+        sources = {elements[v][dim] for v in _find_sources(program, makers, operation, dim)}
+        source = sources.pop() if len(sources) == 1 else None
+        whole = elements[operation.results[0]][dim]
+        yield _Parted(whole, dict(zip(places, parts, strict=True)), source, is_joined=True)
+
+
+def _find_sources(
+    program: Propagated, makers: Mapping[int, Operation], joined: Operation, dim: int
+) -> Iterator[int]:
+    """The nearest values that are as long as what is put together, and that it comes from.
+
+    By way of cuts along that dimension, and of operations on each element.
+    """
+    shapes = [value.shape for value in program.values]
+    length = shapes[joined.results[0]][dim]
+    waiting, seen = [*joined.operands], {*joined.operands}
+    while waiting:
+        value = waiting.pop()
+        shape, maker = shapes[value], makers.get(value)
+        if shape[dim] == length:
+            yield value
+        elif maker and (maker.rule or len(maker.operands) == 1) and maker.kind not in _MOVING:
+            is_along = maker.cuts or maker.kind == CONCATENATE
+            for operand in {*maker.operands} - seen:
+                other = shapes[operand]
+                # Along the dimension lengths change, all others stay.
+                kept = (*other[:dim], shape[dim], *other[dim + 1 :]) if is_along else other
+                if kept == shape:
+                    seen.add(operand)
+                    waiting.append(operand)
+
+
+# Tying
+
+
+def _tie_same_places(parted: Sequence[_Parted], classes: Classes) -> None:
+    """Parts at one place of a dimension are one."""
+    first: dict[tuple[tuple[int, ...], _Place], int] = {}
+    for each in parted:
+        whole = tuple(classes.parts([each.whole]))
+        for place, part in each.parts.items():
+            classes.unify([first.setdefault((whole, place), part)], [part])
+
+
+def _tie_minor_parts(cut: Sequence[_Parted], classes: Classes) -> None:
+    """What is cut out at one place of the major parts of a product is its minor parts.
+
+    So it is with queries, keys and values that stand one after the other, each with all heads.
+    """
+    for each in cut:
+        minor = classes.parts([each.whole])[1:]
+        while minor:
+            length = math.prod(classes.sizes[part] for part in minor)
+            for (start, end, stride), part in each.parts.items():
+                if end - start == length and start % length == 0 and stride == 1:
+                    classes.unify([part], minor)
+            minor = minor[1:]
+
+
+def _tie_joined_again(cut: Sequence[_Parted], joined: Sequence[_Parted], classes: Classes) -> None:
+    """What is put together, in any order, of the parts that a dimension was cut into is that."""
+
+    def parts_of(each: _Parted) -> list[list[int]]:
+        return sorted(classes.parts([part]) for part in each.parts.values())
+
+    sources = {each.whole: each for each in cut if each.covers(classes)}
+    for each in joined:
+        source = sources.get(each.source) if each.source is not None else None
+        if source is not None and parts_of(each) == parts_of(source):
+            classes.unify([source.whole], [each.whole])
+
+
+def _split_equal_parts(
+    program: Propagated,
+    cut: Sequence[_Parted],
+    joined: Sequence[_Parted],
+    classes: Classes,
+    elements: Elements,
+) -> None:
+    """A dimension that is cut into equal parts of one kind is the product of their number and them.
+
+    They are of one kind if their major part is. And they must be an axis in another place too: of
+    an argument, or one that is cut further. Halves that are put together again are not.
+    """
+    given = {part for value in program.arguments for part in classes.parts(elements[value])}
+    again = [classes.parts([each.whole]) for each in joined]
+    for each in cut:
+        whole, parts = classes.parts([each.whole]), [*each.parts.values()]
+        lengths = {end - start for start, end, _ in each.parts}
+        if len(whole) > 1 or whole in again or len(parts) < 2 or len(lengths) > 1:
+            continue
+        of_parts = [classes.parts([part]) for part in parts]
+        kinds = {part[0] if part else None for part in of_parts}
+        is_axis = any(len(part) > 1 or given.issuperset(part) for part in of_parts)
+        if len(kinds) > 1 or None in kinds or not is_axis or not each.covers(classes):
+            continue
+        for part in parts[1:]:
+            classes.unify(parts[:1], [part])
+        classes.unify([each.whole], [classes.new(len(parts)), parts[0]])
