@@ -1,0 +1,110 @@
+"""``search``: what is compiled, in which order, and that the limit holds."""
+
+import random
+
+import pytest
+
+from penzai_shard.choosing.search import Price, search
+
+ALL = ((),)
+
+
+def make_price(seconds, memory, total=None):
+    return Price(seconds, seconds if total is None else total, memory)
+
+
+def run(estimates, exact, limit, most, kinds=None):
+    """What was compiled, and in which lots."""
+    lots = []
+
+    def compile_lot(numbers):
+        lots.append(list(numbers))
+        return [exact[number] for number in numbers]
+
+    found = search(estimates, kinds or [ALL] * len(estimates), compile_lot, limit, most)
+    return found, lots
+
+
+def best_of(found, limit):
+    return min((p for p in found.values() if p.memory <= limit), default=None)
+
+
+def test_search_compiles_the_quickest_that_fit_and_the_leanest():
+    prices = [make_price(float(n), 100.0 - n) for n in range(1, 41)]
+    found, lots = run(prices, prices, limit=90.0, most=6)
+    # Of the first lot the last is the leanest; number 9 is the first that fits.
+    # Number 8 needs 91, which is near enough to the limit to look.
+    assert lots[:3] == [[8, 39], [9, 10], [11, 12]]
+    assert best_of(found, 90.0) == make_price(10.0, 90.0)
+
+
+def test_search_compiles_one_of_each_equal_price_first():
+    prices = [make_price(1.0, 5.0)] * 4 + [make_price(2.0, 5.0)]
+    found, _ = run(prices, prices, limit=9.0, most=9)
+    assert list(found)[:2] == [0, 4]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.7])
+def test_search_learns_an_error_of_all_estimates_of_memory(factor):
+    exact = [make_price(float(n), 40.0 - n) for n in range(1, 31)]
+    estimates = [p._replace(memory=p.memory * factor) for p in exact]
+    found, _ = run(estimates, exact, limit=25.0, most=6)
+    assert best_of(found, 25.0) == make_price(15.0, 25.0)
+    assert len(found) <= 12
+
+
+def test_search_corrects_by_what_was_compiled_most_alike():
+    """Every second candidate takes twice as long as its estimate says."""
+    exact = [make_price(float(n), 1.0) for n in range(10, 40)]
+    estimates = [p._replace(seconds=p.seconds / (1 + i % 2)) for i, p in enumerate(exact)]
+    kinds = [((i % 2,), ()) for i in range(len(exact))]
+    found, _ = run(estimates, exact, 9.0, 6, kinds)
+    assert best_of(found, 9.0) == exact[0]
+
+
+def test_search_compiles_more_while_something_is_likely_quicker():
+    # The first three are slower than estimated, and the others are not like them.
+    estimates = [make_price(1.0 if n < 3 else 1.5, 1.0) for n in range(20)]
+    exact = [make_price(2.0 if n < 3 else 1.5, 1.0) for n in range(20)]
+    kinds = [((min(n, 3),),) for n in range(20)]
+    found, _ = run(estimates, exact, limit=9.0, most=3, kinds=kinds)
+    assert best_of(found, 9.0).seconds == 1.5
+    assert 3 < len(found) <= 6
+
+
+def test_search_looks_longest_where_nothing_fits():
+    prices = [make_price(float(n), 10.0) for n in range(1, 100)]
+    found, _ = run(prices, prices, limit=9.0, most=3)
+    assert best_of(found, 9.0) is None
+    assert len(found) == 12
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_search_of_few_candidates_compiles_all(count):
+    prices = [make_price(1.0 + n, 1.0) for n in range(count)]
+    found, _ = run(prices, prices, limit=9.0, most=12)
+    assert [*found] == [*range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_search_finds_nearly_the_best_however_estimates_err(seed):
+    """Estimates err by one factor for all of a kind, and by 5 % besides.
+
+    The judge is an exhaustive search.
+    """
+    drawn = random.Random(seed)
+    factors = {kind: (drawn.uniform(0.8, 1.2), drawn.uniform(0.5, 1.1)) for kind in range(4)}
+    exact, estimates, kinds = [], [], []
+    for _ in range(60):
+        kind = drawn.randrange(4)
+        price = make_price(drawn.uniform(1, 10), drawn.uniform(1, 10))
+        time, memory = (factor * drawn.uniform(0.95, 1.05) for factor in factors[kind])
+        exact.append(price)
+        estimates.append(make_price(price.seconds * time, price.memory * memory))
+        kinds.append(((kind,), ()))
+    for part in (0, 6, 30, 59):
+        limit = sorted(price.memory for price in exact)[part]
+        found, _ = run(estimates, exact, limit, 10, kinds)
+        best = min(price.seconds for price in exact if price.memory <= limit)
+        assert best_of(found, limit).seconds <= 1.1 * best
+        assert len(found) <= 40
