@@ -19,8 +19,8 @@ _NAMES = {
     "checkpoints.train_states": "restore_train_state save_train_state",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
-    "MissingExtraError NonFiniteLossError PlanError ProgramError PropagationError RuleTypeError "
-    "SelectionError ShardingError ShardingWarning TrainingStoppedError",
+    "MissingExtraError NonFiniteLossError NothingFitsError PlanError ProgramError PropagationError "
+    "RuleTypeError SelectionError ShardingError ShardingWarning TrainingStoppedError",
     "findings.lint": "lint",
     "findings.subject": "Finding",
     "fitting.fit": "fit",

@@ -87,6 +87,10 @@ class PlanError(ShardingError):
     """Some arrays have no valid layout, or a plan is one of another tree."""
 
 
+class NothingFitsError(PlanError):
+    """No layout of a step fits into the memory of its devices."""
+
+
 class SelectionError(ShardingError, LookupError):
     """A pattern fits nothing, or too much."""
 
