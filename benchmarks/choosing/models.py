@@ -4,13 +4,17 @@ Widths are those of real models, but there are few blocks: compiling takes as lo
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
@@ -164,7 +168,217 @@ def rolled_llama(*args: Any, **changes: Any) -> Step:
     return dataclasses.replace(step, model=pzs.roll_layer_stacks().apply(step.model))
 
 
+def gemma(batch: int, seq: int) -> Step:
+    """Gemma: keys and values of one head for all queries, and a table that is the logits' too."""
+    return llama(
+        batch,
+        seq,
+        2048,
+        8192,
+        65_536,
+        num_kv_heads=1,
+        query_head_multiplier=8,
+        projection_dim=256,
+        mlp_variant="geglu_approx",
+        tie_embedder_and_logits=True,
+    )
+
+
+def mlp(batch: int, embedding: int = 2048, neurons: int = 8192, layers: int = 2) -> Step:
+    """Layers that widen and narrow in turn."""
+
+    def build() -> Any:
+        key = jax.random.key(0)
+        wide, narrow = {"neurons": neurons}, {"embedding": embedding}
+        made: list[Any] = []
+        for i in range(layers):
+            made += [
+                pz.nn.Linear.from_config(f"layer_{i}/up", key, narrow, wide),
+                pz.nn.Elementwise(jnp.tanh),
+                pz.nn.Linear.from_config(f"layer_{i}/down", key, wide, narrow),
+            ]
+        return pz.nn.Sequential(made)
+
+    def loss_fn(model: Any, rng: Any, state: Any, x: Any) -> tuple[Any, Any, Any]:
+        del rng
+        return (model(x).untag("batch", "embedding") ** 2).mean().unwrap(), state, {}
+
+    x = jax.eval_shape(lambda: pz.nx.zeros({"batch": batch, "embedding": embedding}))
+    return Step(pzs.abstract_model(build), loss_fn, ADAMW, {"x": x})
+
+
 # Dictionaries of weights
+
+
+def gpt2(batch: int, seq: int, embedding: int = 1024) -> Step:
+    """Queries, keys and values from one weight, by heads first."""
+    names = {
+        "wte": ("vocabulary", "embedding"),
+        "wpe": ("positions", "embedding"),
+        "c_attn": ("embedding", "heads"),
+        "c_proj": ("heads", "embedding"),
+        "up": ("embedding", "neurons"),
+        "down": ("neurons", "embedding"),
+    }
+    lengths = {"vocabulary": 50_304, "positions": seq, "embedding": embedding}
+    lengths |= {"heads": embedding, "neurons": 4 * embedding}
+
+    def apply(w: Any, tokens: Any) -> Any:
+        x = w["wte"][tokens] + w["wpe"][jnp.arange(tokens.shape[1])]
+        fused = (normalise(x) @ w["c_attn"]).reshape(*tokens.shape, embedding // 64, 3, 64)
+        found = attend(*(fused[..., i, :] for i in range(3)), True)
+        x = x + found.reshape(x.shape) @ w["c_proj"]
+        x = x + jax.nn.gelu(normalise(x) @ w["up"]) @ w["down"]
+        return normalise(x) @ w["wte"].T
+
+    # The heads of one weight are those of queries, keys and values: three times as long.
+    structs = pzs.without_names(make_weights(names, lengths))
+    structs["c_attn"] = struct(embedding, 3 * embedding)
+    inputs = {"tokens": token_struct(batch, seq)}
+    return classify(pzs.name_axes(structs, names), apply, inputs, ADAMW)
+
+
+def encoder_decoder(batch: int, seq: int) -> Step:
+    """One block that reads all of a sequence, and one that reads it while writing another."""
+    names: dict[str, tuple[str, ...]] = {"table": ("vocabulary", "embedding")}
+    for part in ("encoder.", "decoder.", "cross."):
+        names |= {f"{part}{name}": axes for name, axes in ATTENTION_NAMES.items()}
+    for part in ("encoder.", "decoder."):
+        names |= {f"{part}up": ("embedding", "neurons"), f"{part}down": ("neurons", "embedding")}
+    names["head"] = ("embedding", "vocabulary")
+    lengths = {"vocabulary": 16_384, "embedding": 512, "heads": 8, "projection": 64}
+    lengths["neurons"] = 2048
+
+    def feed_forward(w: Any, part: str, x: Any) -> Any:
+        return x + jax.nn.relu(normalise(x) @ w[f"{part}up"]) @ w[f"{part}down"]
+
+    def apply(w: Any, sources: Any, targets: Any) -> Any:
+        read = attention_block(w, "encoder.", w["table"][sources], is_causal=False)
+        read = feed_forward(w, "encoder.", read)
+        x = attention_block(w, "decoder.", w["table"][targets])
+        x = attention_block(w, "cross.", x, read, is_causal=False)
+        return feed_forward(w, "decoder.", x) @ w["head"]
+
+    inputs = dict.fromkeys(("sources", "targets"), token_struct(batch, seq))
+    return classify(make_weights(names, lengths), apply, inputs, ADAMW)
+
+
+def experts(batch: int, seq: int) -> Step:
+    """Experts of which each computes every token, weighed by a router."""
+    names = {
+        "table": ("vocabulary", "embedding"),
+        "router": ("embedding", "experts"),
+        "up": ("experts", "embedding", "neurons"),
+        "down": ("experts", "neurons", "embedding"),
+        "head": ("embedding", "vocabulary"),
+    }
+    lengths = {"vocabulary": 8192, "embedding": 1024, "experts": 8, "neurons": 2048}
+
+    def apply(w: Any, tokens: Any) -> Any:
+        x = w["table"][tokens]
+        share = jax.nn.softmax(x @ w["router"])
+        hidden = jax.nn.silu(jnp.einsum("bse,xen->bsxn", x, w["up"]))
+        return (x + jnp.einsum("bsxn,xne,bsx->bse", hidden, w["down"], share)) @ w["head"]
+
+    inputs = {"tokens": token_struct(batch, seq)}
+    return classify(make_weights(names, lengths), apply, inputs, ADAMW)
+
+
+def tables(batch: int) -> Step:
+    """Few products over tables with many rows, as for what people have clicked on."""
+    names = {
+        "users": ("vocabulary", "embedding"),
+        "items": ("vocabulary", "embedding"),
+        "up": ("embedding", "neurons"),
+        "head": ("neurons", "classes"),
+    }
+    lengths = {"vocabulary": 1_048_576, "embedding": 64, "neurons": 1024, "classes": 64}
+
+    def apply(w: Any, users: Any, items: Any, chosen: Any) -> Any:
+        del chosen
+        x = w["users"][users].mean(1) * w["items"][items].mean(1)
+        return jax.nn.relu(x @ w["up"]) @ w["head"]
+
+    inputs = dict.fromkeys(("users", "items"), token_struct(batch, 16))
+    inputs["chosen"] = struct(batch, dtype=jnp.int32)
+    return classify(make_weights(names, lengths), apply, inputs, ADAMW)
+
+
+def retrieval(batch: int) -> Step:
+    """Two towers over tables: which item of a batch belongs to which user."""
+    names: dict[str, tuple[str, ...]] = {}
+    for side in ("users", "items"):
+        names[side] = ("vocabulary", "embedding")
+        names |= {f"{side}.up": ("embedding", "neurons"), f"{side}.down": ("neurons", "embedding")}
+    lengths = {"vocabulary": 524_288, "embedding": 128, "neurons": 1024}
+
+    def tower(w: Any, side: str, rows: Any) -> Any:
+        x = w[side][rows].mean(1)
+        return normalise(x + jax.nn.relu(x @ w[f"{side}.up"]) @ w[f"{side}.down"])
+
+    def loss(w: Any, users: Any, items: Any) -> Any:
+        scores = tower(w, "users", users) @ tower(w, "items", items).T
+        own = jnp.arange(len(scores))
+        return optax.softmax_cross_entropy_with_integer_labels(scores, own).mean()
+
+    inputs = {"users": token_struct(batch, 8), "items": token_struct(batch, 2)}
+    return minimise(make_weights(names, lengths), loss, inputs, optax.adagrad(0.05))
+
+
+def vision(batch: int, patches: int = 256) -> Step:
+    """A vision transformer: patches of images, attention to all, one class for each image."""
+    names = {
+        "patch": ("pixels", "embedding"),
+        "positions": ("positions", "embedding"),
+        **ATTENTION_NAMES,
+        "up": ("embedding", "neurons"),
+        "up_bias": ("neurons",),
+        "down": ("neurons", "embedding"),
+        "down_bias": ("embedding",),
+        "classifier": ("embedding", "classes"),
+    }
+    lengths = {"pixels": 768, "positions": patches, "embedding": 768, "heads": 12}
+    lengths |= {"projection": 64, "neurons": 3072, "classes": 1000}
+
+    def apply(w: Any, images: Any, labels: Any) -> Any:
+        del labels
+        x = attention_block(w, "", images @ w["patch"] + w["positions"], is_causal=False)
+        wide = jax.nn.gelu(normalise(x) @ w["up"] + w["up_bias"])
+        x = x + wide @ w["down"] + w["down_bias"]
+        return normalise(x).mean(1) @ w["classifier"]
+
+    inputs = {"images": struct(batch, patches, 768), "labels": struct(batch, dtype=jnp.int32)}
+    return classify(make_weights(names, lengths), apply, inputs, optax.sgd(0.1, momentum=0.9))
+
+
+def scanned_gpt(batch: int, seq: int, layers: int = 4) -> Step:
+    """Layers in a loop over stacked weights, each computed again in the backward pass."""
+    stacked = {
+        **ATTENTION_NAMES,
+        "up": ("embedding", "neurons"),
+        "down": ("neurons", "embedding"),
+    }
+    names: dict[str, tuple[str, ...]] = {
+        "wte": ("vocabulary", "embedding"),
+        "wpe": ("positions", "embedding"),
+        **{f"layers.{name}": ("layers", *axes) for name, axes in stacked.items()},
+    }
+    lengths = {"vocabulary": 16_384, "positions": seq, "layers": layers, "embedding": 512}
+    lengths |= {"heads": 8, "projection": 64, "neurons": 2048}
+
+    def block(x: Any, w: Any) -> tuple[Any, None]:
+        x = attention_block(w, "", x)
+        return x + jax.nn.gelu(normalise(x) @ w["up"]) @ w["down"], None
+
+    def apply(w: Any, tokens: Any) -> Any:
+        x = w["wte"][tokens] + w["wpe"][jnp.arange(tokens.shape[1])]
+        x, _ = jax.lax.scan(
+            jax.checkpoint(block), x, {name: w[f"layers.{name}"] for name in stacked}
+        )
+        return normalise(x) @ w["wte"].T
+
+    inputs = {"tokens": token_struct(batch, seq)}
+    return classify(make_weights(names, lengths), apply, inputs, optax.adam(1e-3))
 
 
 def speech(batch: int, frames: int = 512, seq: int = 128) -> Step:
@@ -274,3 +488,174 @@ def convolutions(batch: int, size: int = 64) -> Step:
     optimizer = optax.sgd(0.01, momentum=0.9, nesterov=True)
     weights = make_weights(names, lengths)
     return classify(weights, apply, inputs, optimizer, names={"vocabulary": "classes"})
+
+
+# Equinox
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, embedding: int, key: Any) -> None:
+        self.norm = eqx.nn.RMSNorm(embedding)
+        self.attention = eqx.nn.MultiheadAttention(embedding // 64, embedding, key=key)
+        self.mlp = eqx.nn.MLP(embedding, embedding, 4 * embedding, 1, jax.nn.gelu, key=key)
+
+    def __call__(self, x: Any) -> Any:
+        h = jax.vmap(self.norm)(x)
+        x = x + self.attention(h, h, h, jnp.tril(jnp.ones((len(x), len(x)), bool)))
+        return x + jax.vmap(self.mlp)(x)
+
+
+class Transformer(eqx.Module):
+    tokens: eqx.nn.Embedding
+    block: Block
+    head: eqx.nn.Linear
+
+    def __init__(self, vocabulary: int, embedding: int, key: Any) -> None:
+        self.tokens = eqx.nn.Embedding(vocabulary, embedding, key=key)
+        self.block = Block(embedding, key)
+        self.head = eqx.nn.Linear(embedding, vocabulary, use_bias=False, key=key)
+
+    def __call__(self, tokens: Any) -> Any:
+        return jax.vmap(self.head)(self.block(jax.vmap(self.tokens)(tokens)))
+
+
+EQUINOX_NAMES = {
+    "tokens/weight": ("vocabulary", "embedding"),
+    "block/norm/*": ("embedding",),
+    "block/attention/output_proj/weight": ("embedding", "heads"),
+    **{
+        f"block/attention/{x}_proj/weight": ("heads", "embedding")
+        for x in ("query", "key", "value")
+    },
+    "block/mlp/layers/0/weight": ("neurons", "embedding"),
+    "block/mlp/layers/0/bias": ("neurons",),
+    "block/mlp/layers/1/weight": ("embedding", "neurons"),
+    "block/mlp/layers/1/bias": ("embedding",),
+    "head/weight": ("vocabulary", "embedding"),
+}
+
+
+def equinox_transformer(batch: int, seq: int, vocabulary: int, embedding: int) -> Step:
+    """A transformer of Equinox' layers."""
+    build = functools.partial(Transformer, vocabulary, embedding)
+    module = pzs.name_axes(eqx.filter_eval_shape(build, jax.random.key(0)), EQUINOX_NAMES)
+    inputs = {"tokens": token_struct(batch, seq)}
+    apply = lambda model, tokens: jax.vmap(model)(tokens)  # noqa: E731
+    return classify(module, apply, inputs, ADAMW, plain_arrays=False)
+
+
+class MixerBlock(eqx.Module):
+    over_patches: eqx.nn.MLP
+    over_channels: eqx.nn.MLP
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, embedding: int, patches: int, key: Any) -> None:
+        self.over_patches = eqx.nn.MLP(patches, patches, 2 * patches, 1, jax.nn.gelu, key=key)
+        self.over_channels = eqx.nn.MLP(
+            embedding, embedding, 4 * embedding, 1, jax.nn.gelu, key=key
+        )
+        self.norm = eqx.nn.LayerNorm(embedding)
+
+    def __call__(self, x: Any) -> Any:
+        x = x + jax.vmap(self.over_patches, 1, 1)(jax.vmap(self.norm)(x))
+        return x + jax.vmap(self.over_channels)(jax.vmap(self.norm)(x))
+
+
+class Mixer(eqx.Module):
+    patches: eqx.nn.Linear
+    blocks: list[MixerBlock]
+    head: eqx.nn.Linear
+
+    def __init__(self, embedding: int, patches: int, key: Any) -> None:
+        self.patches = eqx.nn.Linear(768, embedding, key=key)
+        self.blocks = [MixerBlock(embedding, patches, key) for _ in range(2)]
+        self.head = eqx.nn.Linear(embedding, 1000, key=key)
+
+    def __call__(self, image: Any) -> Any:
+        x = jax.vmap(self.patches)(image)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(0))
+
+
+def equinox_mixer(batch: int, embedding: int = 1024, patches: int = 196) -> Step:
+    """An MLP-Mixer of Equinox' layers."""
+    names = {
+        "patches/weight": ("embedding", "pixels"),
+        "patches/bias": ("embedding",),
+        "blocks/*/norm/*": ("embedding",),
+        "head/weight": ("classes", "embedding"),
+        "head/bias": ("classes",),
+    }
+    for part, wide, narrow in (
+        ("over_patches", "patch_neurons", "seq"),
+        ("over_channels", "neurons", "embedding"),
+    ):
+        path = f"blocks/*/{part}/layers"
+        names |= {f"{path}/0/weight": (wide, narrow), f"{path}/0/bias": (wide,)}
+        names |= {f"{path}/1/weight": (narrow, wide), f"{path}/1/bias": (narrow,)}
+    build = functools.partial(Mixer, embedding, patches)
+    module = pzs.name_axes(eqx.filter_eval_shape(build, jax.random.key(0)), names)
+    inputs = {"images": struct(batch, patches, 768), "labels": struct(batch, dtype=jnp.int32)}
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    apply = lambda model, images, labels: jax.vmap(model)(images)  # noqa: E731
+    return classify(module, apply, inputs, optimizer, plain_arrays=False)
+
+
+# Flax NNX
+
+
+class VisionBlock(nnx.Module):
+    def __init__(self, embedding: int, rngs: Any) -> None:
+        self.norm_1 = nnx.LayerNorm(embedding, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(embedding // 64, embedding, decode=False, rngs=rngs)
+        self.norm_2 = nnx.LayerNorm(embedding, rngs=rngs)
+        self.up = nnx.Linear(embedding, 4 * embedding, rngs=rngs)
+        self.down = nnx.Linear(4 * embedding, embedding, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+
+class Vision(nnx.Module):
+    def __init__(self, embedding: int, classes: int, rngs: Any) -> None:
+        self.patches = nnx.Linear(768, embedding, rngs=rngs)
+        self.blocks = nnx.List([VisionBlock(embedding, rngs) for _ in range(2)])
+        self.head = nnx.Linear(embedding, classes, rngs=rngs)
+
+    def __call__(self, images: Any) -> Any:
+        x = self.patches(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def nnx_vision(batch: int, embedding: int = 512, patches: int = 196) -> Step:
+    """A vision transformer of Flax NNX."""
+    names = {
+        "patches/kernel": ("pixels", "embedding"),
+        "patches/bias": ("embedding",),
+        "blocks/*/norm_*/*": ("embedding",),
+        "blocks/*/attention/out/kernel": ("heads", "projection", "embedding"),
+        "blocks/*/attention/out/bias": ("embedding",),
+        "blocks/*/up/kernel": ("embedding", "neurons"),
+        "blocks/*/up/bias": ("neurons",),
+        "blocks/*/down/kernel": ("neurons", "embedding"),
+        "blocks/*/down/bias": ("embedding",),
+        "head/kernel": ("embedding", "classes"),
+        "head/bias": ("classes",),
+    }
+    for part in ("query", "key", "value"):
+        path = f"blocks/*/attention/{part}"
+        names[f"{path}/kernel"] = ("embedding", "heads", "projection")
+        names[f"{path}/bias"] = ("heads", "projection")
+    module = nnx.eval_shape(lambda: Vision(embedding, 21_841, nnx.Rngs(0)))
+    inputs = {"images": struct(batch, patches, 768), "labels": struct(batch, dtype=jnp.int32)}
+    apply = lambda model, images, labels: model(images)  # noqa: E731
+    optimizer = optax.adafactor(1e-3)
+    return classify(pzs.name_axes(module, names), apply, inputs, optimizer, plain_arrays=False)
