@@ -30,7 +30,7 @@ _RESERVED = ("model", "rng", "state")
 _LOSS = "def loss_fn(model, rng, state, tokens)"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A train step that a layout is looked for.
 
