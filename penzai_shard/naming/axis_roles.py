@@ -1,14 +1,479 @@
-"""Says what each logical axis of a traced call is for, and calls it that."""
+"""Says what each logical axis of a traced call is for, and calls it that.
+
+A role is a pattern of operations, such as "a product makes it of the embedding, and another
+contracts over it". Where a pattern is not whole the axis stays open: a name too few costs a line of
+overrides, a wrong one a wrong layout.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence, Set
 
 from penzai_shard.naming.axis_names import AxisNames
-from penzai_shard.naming.facts import Facts
+from penzai_shard.naming.facts import DOT, Classes, Facts, Product, cover, sources_of
+from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
+from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
+from penzai_shard.paths import fold_key, pattern_parts
+from penzai_shard.propagation.flat import FLOW
+from penzai_shard.rules import TRANSFORMER_AXES
+
+# What devices may compute parts of is called as in the rules for transformers.
+_NEURONS, _HEADS, _HEAD_GROUPS, _QUERY_HEADS, _VOCABULARY = TRANSFORMER_AXES
+
+_EXPONENTIAL, _MULTIPLY = "stablehlo.exponential", "stablehlo.multiply"
+# What hands something from one place of a sequence on to the next.
+_HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", "stablehlo.reduce_window"})
+# Words in paths of tables in which other things than tokens are looked up.
+_NO_TOKENS = frozenset(
+    {"wpe", "pos", "position", "positions", "positional", "segment", "timestep", "type", "types"}
+)
 
 
 def name_classes(facts: Facts) -> AxisNames:
-    """What the classes of a call are called, with reasons."""
+    """What the classes of a call are called, with reasons.
+
+    >>> import jax
+    >>> from penzai_shard.naming.trace import trace_call
+    >>> def run(params, x):
+    ...     for up, down in params:
+    ...         x = x + jax.nn.relu(x @ up) @ down
+    ...     return x
+    >>> up, down, x = (jax.ShapeDtypeStruct(n, "float32") for n in [(8, 32), (32, 8), (4, 8)])
+    >>> call = trace_call(run, [(up, down)] * 2, x, input_names=[("batch", None)])
+    >>> names = name_classes(Facts(call)).names
+    >>> [names[part] for part in call.weights[0].classes]
+    ['embedding', 'neurons']
+    """
     names = AxisNames()
     for weight in facts.call.weights:
         for parts, name in zip(weight.parts, weight.names, strict=False):
             if name is not None and len(parts) == 1:
                 names.call(parts[0], name, f"{weight.path} has that name already")
+    # The first role that an axis gets stays. The embedding is first, as most others are what a
+    # product makes of it. Then come axes that are indexed, so that rows of a table and layers of a
+    # loop are not taken for heads; then attention and experts, as what they make of the embedding
+    # and give back looks like neurons. All that is named by what it stands beside comes last.
+    _name_embedding(facts, names)
+    _name_vocabulary(facts, names)
+    _name_layers(facts, names)
+    attentions = list(_find_attentions(facts, names))
+    _name_attention(facts, names, attentions)
+    name_experts(facts, names)
+    _name_neurons(facts, names)
+    _name_positions(facts, names)
+    _name_joined(facts, names, attentions)
+    _name_gates(facts, names)
+    _name_ranks(facts, names)
+    _name_outputs(facts, names)
+    # At last, unlike axes that have one role get names of their own, or none.
+    tell_streams_apart(facts, names)
+    _leave_unequal_open(facts, names)
+    for part, name in facts.of_inputs.items():
+        if part not in names.names and part not in facts.in_weights:
+            names.call(part, name, "an input has that name, and the program ties both")
     return names
+
+
+# The residual stream
+
+
+def _name_embedding(facts: Facts, names: AxisNames) -> None:
+    """What products with weights read, and what they make of it is added to."""
+    made, seen = facts.made_by_weights, set[Classes]()
+    for each in facts.program.operations:
+        if each.kind != "stablehlo.add" or each.results[0] not in facts.from_inputs:
+            continue
+        classes = facts.classes(each.results[0]) & facts.in_weights.keys() - facts.of_inputs.keys()
+        if not classes or classes in seen:
+            continue
+        for added, stream in itertools.permutations(each.operands):
+            last = next((made[v] for v in facts.before(added, made) if v in made), None)
+            if last is None or not {added, stream} <= facts.from_inputs:
+                continue
+            before = {v for operand in last.operands for v in facts.before(operand)}
+            # What loops make in between does not show in one turn of them.
+            reached = facts.reached([stream], last.number - 1)
+            if stream not in before and reached.isdisjoint(last.operands):
+                continue
+            seen.add(classes)
+            others = _contracted_together(facts) | facts.mapped_over
+            counts = {part: len(facts.in_weights[part]) for part in classes - others}
+            most = max(counts.values(), default=0)
+            best = [part for part, count in counts.items() if count == most]
+            if len(best) == 1 and most > 1:
+                reason = "blocks read it and add to it what they make of it"
+                names.give(best[0], "embedding", reason)
+            break
+
+
+def _contracted_together(facts: Facts) -> Classes:
+    """What matrix products contract only together with others, as heads with projections."""
+    together: set[AxisClass] = set()
+    apart: set[AxisClass] = set()
+    for each in facts.with_weights:
+        is_joint = len(each.contracted) > 1 and each.operation.kind == DOT
+        (together if is_joint else apart).update(each.contracted)
+    return frozenset(together - apart)
+
+
+# What is indexed
+
+
+def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
+    """What inputs are looked up in, if it is the only such table or as long as the logits are."""
+    embedding = names.with_role("embedding")
+    tables, targets = set(), set()
+    for each in facts.lookups:
+        if each.rows not in facts.in_weights:
+            continue
+        if each.operation.operands[0] in facts.from_inputs:
+            targets.add(each.rows)
+            continue
+        weights = facts.in_weights[each.rows]
+        is_begin = any(embedding.intersection(weight.classes) for weight in weights)
+        words = {word for weight in weights for word in _read_words(weight.path)}
+        if each.index in facts.from_inputs - facts.from_weights and words.isdisjoint(_NO_TOKENS):
+            tables |= {each.rows} if is_begin or not embedding else set()
+    given = {part for each in facts.call.inputs for part in each.classes if part in facts.of_inputs}
+    for value in facts.program.results:
+        *before, last = facts.call.dims[value] or [()]
+        if before and len(last) == 1 and given <= {part for parts in before for part in parts}:
+            targets |= facts.in_weights.keys() & {*last}
+    chosen = tables & targets or {p for p in tables if p.size in {each.size for each in targets}}
+    if len(chosen := chosen or tables) != 1:
+        return
+    (rows,) = chosen
+    names.give(rows, _VOCABULARY, "rows are looked up along it by an input")
+    alike = [part for part in targets if part.size == rows.size]
+    if len(alike) == 1:
+        reason = "results have it last, and it is as long as the vocabulary"
+        names.give(alike[0], _VOCABULARY, reason)
+
+
+def _read_words(path: str) -> Iterator[str]:
+    for part in pattern_parts(path):
+        yield from (word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", part))
+
+
+def _name_layers(facts: Facts, names: AxisNames) -> None:
+    """What loops take from several weights one by one, each for the next, or slices by hand."""
+    passed_on = _find_passed_on(facts)
+    starts = collections.defaultdict[AxisClass, set[int]](set)
+    for operation, parts, _, (start, end, _) in facts.cuts:
+        if end - start == 1 and len(parts) == 1 and operation.operands[0] not in facts.from_inputs:
+            starts[parts[0]].add(start)
+    by_hand = {part for part, found in starts.items() if len(found) == part.size > 1}
+    stacked = [weight for weight in facts.call.weights if len(weight.classes) > 1]
+    first = {weight.parts[0][0] for weight in stacked if weight.parts[0]}
+    by_length = collections.defaultdict[int, set[tuple[AxisClass, str]]](set)
+    for part in ((by_hand & first) | passed_on) - facts.of_inputs.keys() & facts.in_weights.keys():
+        paths = {fold_key(weight.path) for weight in facts.in_weights[part]}
+        by_length[part.size] |= {(part, path) for path in paths}
+    for found in by_length.values():
+        if len({path for _, path in found}) > 1:
+            for part, _ in sorted(found):
+                reason = "its elements are taken from several weights one by one"
+                names.give(part, "layers", reason)
+
+
+def _find_passed_on(facts: Facts) -> Set[AxisClass]:
+    """What a loop takes one by one, to multiply with each what it made with the one before.
+
+    Chunks of neurons, heads and experts, whose results a loop only adds, are not so.
+    """
+    taken = collections.defaultdict[tuple[int, AxisClass], list[int]](list)
+    for operation, dim, counter in indices_of_loops(facts.program):
+        of_weights = operation.operands[0] in facts.from_weights
+        if operation.kind == "stablehlo.dynamic_slice" and of_weights:
+            for part in facts.call.dims[operation.operands[0]][dim]:
+                taken[counter, part].append(operation.results[0])
+    found = set()
+    for (counter, part), values in taken.items():
+        # A loop ends with the last of the operations that hand on what it carries.
+        own = facts.makers[counter]
+        last = own.number
+        for operation in facts.program.operations:
+            if operation.number == last + 1 and (operation.kind, operation.name) == (
+                FLOW,
+                own.name,
+            ):
+                last += 1
+        reached = facts.reached(values, last)
+        if any(
+            each.data in facts.reached(each.operation.results, last)
+            for each in facts.with_weights
+            if each.operation.number < last and each.weight_operand in reached
+        ):
+            found.add(part)
+    return found
+
+
+# Attention
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """A product of queries with keys, a softmax of it, and the product of that with values.
+
+    Attributes:
+        scores: The first product.
+        mix: The last one.
+        softmax: The value of the exponential.
+        heads: What both products do side by side.
+        contracted: What queries and keys are contracted over.
+        values: What the result has besides heads and queries.
+    """
+
+    scores: Product
+    mix: Product
+    softmax: int
+    heads: Sequence[AxisClass]
+    contracted: Classes
+    values: Classes
+
+
+def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
+    """Products of two values that no weight is, with a softmax of them, and that times others."""
+    weighted = facts.in_weights.keys() - facts.of_inputs.keys() - names.roles.keys()
+    weighted -= facts.mapped_over
+    by_number = {each.operation.number: each for each in facts.products}
+    for scores in facts.products:
+        if not scores.contracted or facts.is_of_a_weight(scores):
+            continue
+        contracted = scores.contracted & weighted
+        after = facts.after(scores.operation.results[0], {DOT})
+        softmax = next((each for each in after if each.kind == _EXPONENTIAL), None)
+        if softmax is None:
+            continue
+        after = facts.after(softmax.results[0], {DOT})
+        found = (by_number[each.number] for each in after if each.number in by_number)
+        shared = scores.free[0] | scores.free[1]
+        mixes = [e for e in found if e.contracted & shared and not facts.is_of_a_weight(e)]
+        mixed = {part for mix in mixes for part in mix.contracted}
+        free = {part for mix in mixes for part in mix.free[0] | mix.free[1]}
+        values = frozenset(free & weighted - scores.of_result - contracted)
+        if not mixes or not contracted | values:
+            continue
+        beside = {
+            part
+            for weight in facts.call.weights
+            if not (contracted | values).isdisjoint(weight.classes)
+            for part in weight.classes
+        }
+        heads = weighted & beside & (scores.batch | scores.of_result - mixed)
+        yield _Attention(scores, mixes[0], softmax.results[0], sorted(heads), contracted, values)
+
+
+def _name_attention(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
+    """What queries, keys and values have: heads, and for each of them a projection."""
+    added = collections.Counter(each.softmax for each in attentions)
+    for each in attentions:
+        operands, length = each.scores.operation.operands, length_of(each.scores.contracted)
+        # Scores that are sums of several products have projections of several kinds.
+        if added[each.softmax] == 1:
+            for part in sorted(each.contracted):
+                reason = "queries and keys are contracted over it in attention"
+                names.give(part, "projection", reason)
+            for operand in operands:
+                near = facts.nearest_products(operand)
+                made = {e.made - each.scores.of_result for e in near if e.weight is not None}
+                if [length_of(parts) for parts in made] == [length]:
+                    for part in sorted(facts.in_weights.keys() & made.pop()):
+                        names.give(part, "projection", "queries or keys have it for each head")
+            for part in sorted(each.values) if length_of(each.values) == length else ():
+                reason = "the results of attention have it beside the heads"
+                names.give(part, "projection", reason)
+        lacking = [part for part in each.heads if _is_lacked_by_keys(facts, each, part)]
+        reason = "attention is done side by side along it"
+        if len(each.heads) == 1:
+            names.give(each.heads[0], _QUERY_HEADS if lacking else _HEADS, reason)
+        elif len(each.heads) == 2 and len(lacking) == 1:
+            for part in each.heads:
+                names.give(part, _QUERY_HEADS if part in lacking else _HEAD_GROUPS, reason)
+
+
+def _is_lacked_by_keys(facts: Facts, attention: _Attention, head: AxisClass) -> bool:
+    """Whether several queries, along one of the heads, have one key."""
+    for operand in attention.scores.operation.operands:
+        if any(head not in facts.classes(value) for value in facts.moved_from(operand)):
+            return True
+    projecting = attention.contracted | attention.values
+    made = {
+        value
+        for each in facts.with_weights
+        if each.made & projecting
+        for value in facts.before(each.weight_operand)
+    }
+    return any(
+        weight.value in made
+        and head not in weight.classes
+        and not projecting.isdisjoint(weight.classes)
+        and (len(attention.heads) == 1 or not {*attention.heads}.isdisjoint(weight.classes))
+        for weight in facts.call.weights
+    )
+
+
+# Between two products
+
+
+def _name_neurons(facts: Facts, names: AxisNames) -> None:
+    """What a product makes of the embedding, and another contracts to give it back."""
+    embedding = names.with_role("embedding")
+    dots = [each for each in facts.with_weights if each.operation.kind == DOT]
+    made = {part for each in dots if each.contracted & embedding for part in each.made}
+    # What a product makes of itself is the state of a recurrence.
+    made -= {part for each in dots for part in each.made & each.contracted}
+    # One product may make them together with something else, to be cut apart.
+    wholes = {
+        parts[0]: whole
+        for whole in made & facts.runs.keys()
+        for run in facts.runs[whole].values()
+        for _, parts in run
+        if len(parts) == 1
+    }
+    for each in dots:
+        near = facts.nearest_products(each.data)
+        is_plain = all(one.weight is not None and one.operation.kind == DOT for one in near)
+        if not each.made & embedding or not is_plain or _is_linear(facts, each):
+            continue
+        between = [v for v in facts.before(each.data, facts.by_result) if v in facts.from_inputs]
+        between = [v for v in between if v in facts.makers and v not in facts.by_result]
+        makers = [facts.makers[value] for value in between]
+        is_looped = any(one.kind == FLOW and len(sources_of(one)) > 1 for one in makers)
+        if is_looped and len(each.contracted) > 1:
+            continue
+        handed_on = {
+            p for v in between if facts.makers[v].kind in _HANDING_ON for p in facts.classes(v)
+        }
+        before = {part for one in near for part in facts.classes(one.operation.results[0])}
+        for part in names.without_role(each.contracted & facts.in_weights.keys() - handed_on):
+            if made & before & {part, wholes.get(part)}:
+                role = "recurrent" if is_looped else _NEURONS
+                reason = "a product makes it of the embedding, and another contracts over it"
+                names.give(part, role, reason)
+
+
+def _is_linear(facts: Facts, product: Product) -> bool:
+    """Whether a product is taken of another one with a weight, with nothing in between."""
+    made = {each.number for each in facts.made_by_weights.values()}
+    return any(origin.number in made for origin in facts.linear_origins(product.data))
+
+
+def _name_ranks(facts: Facts, names: AxisNames) -> None:
+    """What two weights are multiplied over, with nothing in between."""
+    for each in facts.products:
+        parts = each.contracted & facts.in_weights.keys() - facts.of_inputs.keys()
+        is_matrix = each.operation.kind == DOT and len(each.contracted) == 1
+        if not is_matrix or each.batch & facts.in_weights.keys():
+            continue
+        if not facts.from_inputs.isdisjoint(each.operation.operands) and (
+            each.weight is None or not _is_linear(facts, each)
+        ):
+            continue
+        for part in names.without_role(parts):
+            others = min(length_of(weight.classes) for weight in facts.in_weights[part])
+            if part.size**2 < others:
+                reason = "two weights are multiplied over it, with nothing in between"
+                names.give(part, "rank", reason)
+
+
+def _name_outputs(facts: Facts, names: AxisNames) -> None:
+    """What products make of the embedding for results alone."""
+    embedding = names.with_role("embedding")
+    made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
+    of_inputs = {part for each in facts.call.inputs for part in each.classes}
+    last = {
+        dims[-1][0]
+        for dims in map(facts.call.dims.__getitem__, facts.program.results)
+        if dims and len(dims[-1]) == 1 and of_inputs & {part for parts in dims for part in parts}
+    }
+    # What is as long as a table may be its vocabulary.
+    sizes = {each.rows.size for each in facts.lookups}
+    found = names.without_role(made & last & facts.in_weights.keys())
+    found = [part for part in found if part.size not in sizes]
+    if len(found) == 1:
+        reason = "a product makes it of the embedding, and results have it"
+        names.give(found[0], "outputs", reason)
+
+
+# What stands beside others
+
+
+def _name_positions(facts: Facts, names: AxisNames) -> None:
+    """What is looked up by counted places, or cut as long as an input is."""
+    embedding = names.with_role("embedding")
+    for each in facts.lookups:
+        is_table = each.rows in facts.in_weights and each.others & embedding
+        if not is_table or each.operation.operands[0] in facts.from_inputs:
+            continue
+        is_counted = "stablehlo.iota" in facts.kinds_before(each.index)
+        if is_counted and each.index not in facts.from_weights:
+            names.give(each.rows, "positions", "rows are looked up along it by counted places")
+    for operation, before, after, _ in facts.cuts:
+        is_cut = len(before) == len(after) == 1 and before != after
+        is_table = operation.operands[0] not in facts.from_inputs and before[0] in facts.in_weights
+        if is_cut and is_table and after[0] in facts.of_inputs:
+            reason = "as many of its elements are taken as an input is long"
+            names.give(before[0], "positions", reason)
+
+
+def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
+    """Queries, keys and values that one weight makes, and that are cut apart."""
+    uses = collections.defaultdict[int, set[str]](set)
+    for each in attentions:
+        operands = (*each.scores.operation.operands, *each.mix.operation.operands)
+        for operand, kind in zip(operands, "qkvv", strict=True):
+            if kind == "v" and each.scores.operation.results[0] in facts.before(operand):
+                continue
+            for value in facts.before(operand, facts.by_result):
+                uses[value].add(kind)
+            for product in facts.nearest_products(operand):
+                if product.weight is not None:
+                    for value in facts.moved_from(product.weight_operand):
+                        uses[value].add(kind)
+    heads = {_HEADS, _HEAD_GROUPS, _QUERY_HEADS}
+    for part, runs in facts.runs.items():
+        if part in names.roles or part not in facts.in_weights or not cover(part, runs):
+            continue
+        used = [frozenset(k for v, _ in run for k in uses.get(v, ())) for run in runs.values()]
+        if not all(used) or len({*used}) < 2:
+            continue
+        text = "qkv" if len(runs) == 3 else "kv" if "v" in frozenset().union(*used) else "qk"
+        roles = {names.roles.get(p) for run in runs.values() for _, parts in run for p in parts}
+        role = text if roles <= heads else f"{text}_projection"
+        names.give(part, role, "they stand one after the other along it")
+
+
+def _name_gates(facts: Facts, names: AxisNames) -> None:
+    """Two that one weight makes with neurons, if they are cut apart and multiplied."""
+    made = {part for each in facts.with_weights for part in each.made}
+    for part, runs in facts.runs.items():
+        beside = [
+            {names.roles.get(p) for p in each.classes} for each in facts.in_weights.get(part, ())
+        ]
+        if part.size != 2 or part not in made or not cover(part, runs):
+            continue
+        if not all(_NEURONS in roles for roles in beside):
+            continue
+        first, second = (facts.reached(v for v, _ in runs[run]) for run in sorted(runs))
+        users = (o for v in first for o in facts.users.get(v, ()) if o.kind == _MULTIPLY)
+        if any(not second.isdisjoint(o.operands) for o in users):
+            names.give(part, "gate_up", "one weight makes neurons and their gates")
+
+
+def _leave_unequal_open(facts: Facts, names: AxisNames) -> None:
+    """One name is for axes of one length: of several, those that fewer weights have get none."""
+    longest = max((part.size for part in names.with_role(_NEURONS)), default=0)
+    for stream in names.with_role("embedding") if not names.with_role("experts") else ():
+        for part in names.with_role(_NEURONS):
+            if part.size < stream.size < longest:
+                names.take_back(part, "it is shorter than the embedding, as other neurons are not")
+    for role in {*names.roles.values()} - {"embedding", _NEURONS, "layers"}:
+        counts = collections.Counter[int]()
+        for part in names.with_role(role) & facts.in_weights.keys():
+            counts[part.size] += len(facts.in_weights[part])
+        for part in names.with_role(role) if len(counts) > 1 else ():
+            if part.size != counts.most_common(1)[0][0]:
+                names.take_back(part, f"it is not as long as what else would be {role!r}")

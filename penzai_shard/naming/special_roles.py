@@ -1,0 +1,211 @@
+"""Names experts, and tells apart residual streams that nothing ties."""
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from penzai_shard.naming.axis_names import AxisNames
+from penzai_shard.naming.facts import DOT, PRODUCTS, Classes, Facts
+from penzai_shard.naming.ties import AxisClass
+from penzai_shard.paths import pattern_parts
+from penzai_shard.propagation.flat import Operation
+
+_ORDERS = frozenset({"chlo.top_k", "stablehlo.sort"})
+# What blocks of several streams may have in common: these are no lengths of a stream.
+_COMMON = frozenset({"embedding", "vocabulary", "outputs", "rank", "qkv", "kv", "qk", "gate_up"})
+
+# Experts
+
+
+def name_experts(facts: Facts, names: AxisNames) -> None:
+    """What weights of products have side by side, and a product of the embedding chooses among."""
+    dots = (each for each in facts.with_weights if each.operation.kind == DOT)
+    side_by_side = {part for each in dots for part in each.batch & facts.in_weights.keys()}
+    # Rows that are chosen are matrices: those of a table of tokens that are made are none.
+    looked_up = {
+        lookup.rows
+        for lookup in facts.lookups
+        if lookup.rows in facts.in_weights
+        and lookup.index in facts.from_weights
+        and sum(part.size > 1 for part in lookup.others) > 1
+    }
+    side_by_side |= looked_up
+    for router, order in tuple(_find_routers(facts, names)):
+        if router in side_by_side:
+            how = "the embedding weighs them" if order is None else "the largest are chosen"
+            names.give(router, "experts", f"products are done side by side along it, and {how}")
+        if order is None:
+            continue
+        chosen = _of_chosen(facts, order)
+        candidates = side_by_side | _stacked(facts) | _compared(facts, order)
+        # Equal lengths say nothing: those of the next layer are as many, and so may others be.
+        experts = [
+            part
+            for part in names.without_role(candidates & chosen & facts.in_weights.keys())
+            if part.size == router.size and part != router
+        ]
+        if len(experts) == 1 or (experts and looked_up.issuperset(experts)):
+            reason = "the largest of its elements are chosen, and weights have as many side by side"
+            names.give(router, "experts", reason)
+            reason = "weights have it side by side, and the largest of a product are chosen for it"
+            for part in experts:
+                names.give(part, "experts", reason)
+        elif chosen & names.with_role("embedding"):
+            reason = "the largest of its elements are chosen, to weigh what the embedding gets"
+            names.give(router, "experts", reason)
+
+
+def _stacked(facts: Facts) -> Set[AxisClass]:
+    """The first dimensions of several weights that are stacks of matrices."""
+    first = collections.Counter(
+        weight.parts[0][0]
+        for weight in facts.call.weights
+        if weight.parts and len(weight.shape) > 2 and len(weight.parts[0]) == 1
+    )
+    return {part for part, count in first.items() if count > 1}
+
+
+def _find_routers(facts: Facts, names: AxisNames) -> Iterator[tuple[AxisClass, Operation | None]]:
+    """What products make of the embedding alone, to weigh something with.
+
+    With each the operation that looks for its largest elements; None if there is none.
+    """
+    embedding = names.with_role("embedding")
+    for each in facts.with_weights:
+        if not each.contracted & embedding or len(each.made) != 1:
+            continue
+        (part,) = each.made
+        if part in names.roles or part not in facts.in_weights:
+            continue
+        after = facts.after(each.operation.results[0], PRODUCTS | _ORDERS)
+        yield part, next((o for o in after if o.kind in _ORDERS or len(o.results) > 1), None)
+
+
+def _of_chosen(facts: Facts, order: Operation) -> Classes:
+    """The classes of what the largest elements, or their places, are multiplied or looked up with.
+
+    Up to the next products, and to the next lookup in weights, as of tokens that are chosen.
+    """
+    tables = {
+        lookup.operation.number: lookup.rows
+        for lookup in facts.lookups
+        if lookup.operation.operands[0] not in facts.from_inputs
+    }
+    found: set[AxisClass] = set()
+    waiting, seen = collections.deque(order.results), {*order.results}
+    while waiting:
+        for user in facts.users.get(waiting.popleft(), ()):
+            # One that multiplies what is chosen with what is chosen weighs nothing yet.
+            weighs = user.kind == "stablehlo.multiply" and not seen.issuperset(user.operands)
+            if user.number in tables:
+                found.add(tables[user.number])
+            elif user.kind in PRODUCTS or weighs:
+                for value in (*user.operands, *user.results):
+                    found |= facts.classes(value)
+            else:
+                waiting += [each for each in user.results if each not in seen]
+                seen.update(user.results)
+    return frozenset(found)
+
+
+def _compared(facts: Facts, order: Operation) -> Set[AxisClass]:
+    """What the places of the largest elements are compared with, as for a row with a one."""
+    found: set[AxisClass] = set()
+    for result in order.results[1:]:
+        for operation in facts.after(result, PRODUCTS | _ORDERS | {"stablehlo.compare"}):
+            if operation.kind == "stablehlo.compare":
+                found |= facts.classes(operation.results[0]) - facts.classes(result)
+    return found
+
+
+# Streams
+
+
+class _Words(NamedTuple):
+    """What tells streams apart in paths: at one place of them, a word for each stream."""
+
+    place: int
+    streams: Mapping[tuple[str, ...], AxisClass]
+
+
+def tell_streams_apart(facts: Facts, names: AxisNames) -> None:
+    """Gives residual streams that nothing ties names of their own, by a word in their paths.
+
+    Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
+    and that of ``stages.0`` not that of ``stages.1``. Where no word tells them apart, the one that
+    begins at the vocabulary is the embedding; where none does, the one that more than twice as many
+    weights have as all others, as those of blocks do beside those of a pooling behind them.
+    """
+    streams = sorted(names.with_role("embedding"))
+    if len(streams) < 2:
+        return
+    words = _find_words(facts, streams)
+    if words is not None:
+        labels = {stream: "_".join(part) for part, stream in words.streams.items()}
+        for stream, word in labels.items():
+            reason = f"blocks under {word!r} have a residual stream that nothing ties to others"
+            names.call(stream, f"{word}_embedding", reason)
+        for part, stream in _find_owners(facts, names, words):
+            reason = f"{names.reasons[part]}, of the stream of {labels[stream]!r}"
+            names.call(part, f"{labels[stream]}_{names.roles[part]}", reason)
+        return
+    vocabulary = names.with_role("vocabulary")
+    begins = [
+        stream
+        for stream in streams
+        if any(not vocabulary.isdisjoint(each.classes) for each in facts.in_weights[stream])
+    ]
+    counts = {stream: len(facts.in_weights[stream]) for stream in streams}
+    most = [stream for stream in streams if counts[stream] > sum(counts.values()) * 2 / 3]
+    kept = begins or most
+    for stream in streams:
+        if kept != [stream]:
+            doubt = "it is one of several residual streams, which nothing ties"
+            names.take_back(stream, doubt)
+
+
+def _find_words(facts: Facts, streams: Sequence[AxisClass]) -> _Words | None:
+    """A word for each stream, which stands at one place of the paths of most of its weights."""
+    paths = {
+        stream: [
+            pattern_parts(each.path)
+            for each in facts.in_weights[stream]
+            if ({*streams} - {stream}).isdisjoint(each.classes)
+        ]
+        for stream in streams
+    }
+    for place in range(max((len(path) for own in paths.values() for path in own), default=0)):
+        found = {}
+        for stream, own in paths.items():
+            counts = collections.Counter(_word(path, place) for path in own if len(path) > place)
+            word, count = next(iter(counts.most_common(1)), ((), 0))
+            if 2 * count > len(own) and "_".join(word).isidentifier():
+                found[word] = stream
+        if len(found) == len(streams):
+            return _Words(place, found)
+    return None
+
+
+def _word(path: Sequence[str], place: int) -> tuple[str, ...]:
+    """What stands at a place of a path; a number together with what is numbered."""
+    return tuple(path[max(place - 1, 0) if path[place].isdigit() else place : place + 1])
+
+
+def _find_owners(
+    facts: Facts, names: AxisNames, words: _Words
+) -> Iterator[tuple[AxisClass, AxisClass]]:
+    """What belongs to one stream alone, with the stream.
+
+    It stands beside that stream alone; or, as what a decoder makes of an encoder's, only in weights
+    the paths of which have the word of the stream.
+    """
+    streams = frozenset(words.streams.values())
+    for part, role in list(names.roles.items()):
+        weights = facts.in_weights.get(part, ())
+        beside = {stream for each in weights for stream in streams.intersection(each.classes)}
+        if len(beside) > 1:
+            paths = [pattern_parts(each.path) for each in weights]
+            own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
+            beside = {words.streams[word] for word in own if own <= words.streams.keys()}
+        if role not in _COMMON and len(beside) == 1:
+            yield part, beside.pop()
