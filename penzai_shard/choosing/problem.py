@@ -70,6 +70,16 @@ class Problem:
             texts.append(" x ".join(f"{'' if x is None else x} {n:,}".strip() for x, n in dims))
         return ", ".join(dict.fromkeys(filter(None, texts)))
 
+    @property
+    def loss_inputs(self) -> dict[str, Any]:
+        """The inputs as the loss function gets them: plain arrays, or named ones."""
+        return self._as_given(dict(self.inputs))
+
+    def _as_given(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # A number is the dimension of the examples of plain arrays.
+        is_plain = self.step_options.get("batch_axis") == 0
+        return without_names(inputs) if is_plain else inputs
+
     def build(self, candidate: Any, *, model: Any = None) -> tuple[Any, TrainState, dict[str, Any]]:
         """The step in a layout, and what it is called with, as structs on the mesh.
 
@@ -94,10 +104,7 @@ class Problem:
             accumulate_steps=candidate.microbatches,
             **self.step_options,
         )
-        inputs = layout.shard_batch(dict(self.inputs), mesh)
-        # A number is the dimension of the examples of plain arrays.
-        is_plain = self.step_options.get("batch_axis") == 0
-        return step, state, without_names(inputs) if is_plain else inputs
+        return step, state, self._as_given(layout.shard_batch(dict(self.inputs), mesh))
 
 
 def read_problem(
@@ -261,9 +268,9 @@ def _read_inputs(
         fix = f"Write batch={{'tokens': {struct}}}."
         problems.add("batch", "loss_fn takes no inputs by name, so that a number says none", fix)
     fix = f"Write batch=256, or batch={{{next(iter(needed), 'tokens')!r}: {struct}}}."
-    for path, count, fix in (("batch", batch, fix), ("seq", seq, "Write seq=2048.")):
+    for path, count, own in (("batch", batch, fix), ("seq", seq, "Write seq=2048.")):
         if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
-            problems.add(path, f"it is {reprlib.repr(count)}, no positive number", fix)
+            problems.add(path, f"it is {reprlib.repr(count)}, no positive number", own)
     if len(problems):
         return {}
     tokens = jax.ShapeDtypeStruct((int(batch), int(seq)), jnp.int32)
