@@ -41,6 +41,7 @@ _NAMES = {
     "layers.wrapper": "Scoped",
     "layouts.layout": "Layout",
     "meshes": "make_mesh",
+    "naming.infer": "infer_names",
     "placement.named_jit": "named_jit",
     "placement.place": "name_to_name_device_put place",
     "placement.sharded_init": "abstract_model initialize_parameters_sharded sharded_init",

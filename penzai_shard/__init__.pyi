@@ -54,6 +54,7 @@ from penzai_shard.layers.shard_mapped import ShardMapped as ShardMapped
 from penzai_shard.layers.wrapper import Scoped as Scoped
 from penzai_shard.layouts.layout import Layout as Layout
 from penzai_shard.meshes import make_mesh as make_mesh
+from penzai_shard.naming.infer import infer_names as infer_names
 from penzai_shard.placement.named_jit import named_jit as named_jit
 from penzai_shard.placement.place import name_to_name_device_put as name_to_name_device_put
 from penzai_shard.placement.place import place as place

@@ -45,25 +45,17 @@ def name_axes(
     {'out': 4, 'in': 3}
     """
     arguments.check_tree("name_axes", tree)
-    _check_names(patterns)
+    check_names("name_axes", patterns)
     leaves, structure = flatten(tree)
     structure.check_paths()
     problems = Problems("cannot name the arrays of this tree:")
     problems.extend(structure.problems)
     unnamed = [leaf for leaf in leaves if leaf.names is None and is_array(leaf.value)]
-    used: set[str] = set()
-    found: dict[str, tuple[Any, ...]] = {}
-    for leaf in unnamed:
-        fitting = [pattern for pattern in patterns if matches(pattern, leaf.path)]
-        used.update(fitting)
-        names = _names_for(leaf, fitting, patterns, problems)
-        if names is not None:
-            found[leaf.path] = names
-    for pattern in patterns:
-        if pattern not in used:
-            near = nearest(pattern, [leaf.path for leaf in unnamed])
-            fix = f"Write {near!r}." if near else f"Paths are: {[x.path for x in unnamed[:3]]}."
-            problems.add(pattern, "this pattern fits no array without names", fix)
+    # Inferred names have all that a call takes, also what is called so already, and numbers.
+    kept = {x.path for x in leaves if (x.names or ()) == patterns.get(x.path)}
+    kept -= {leaf.path for leaf in unnamed}
+    asked = {pattern: names for pattern, names in patterns.items() if pattern not in kept}
+    found = match_names(unnamed, asked, problems)
     problems.raise_if_any(SelectionError)
     _warn_of_tied(unnamed)
 
@@ -89,7 +81,7 @@ def _keeps_names(variable: Any) -> bool:
 
 
 def _names_for(
-    leaf: Leaf, fitting: Sequence[str], patterns: Mapping[str, Any], problems: Problems
+    leaf: Any, fitting: Sequence[str], patterns: Mapping[str, Any], problems: Problems
 ) -> tuple[Any, ...] | None:
     """The names of one array; None if it stays as it is, or cannot have any."""
     if not fitting:
@@ -117,11 +109,40 @@ def _names_for(
     return names
 
 
-def _check_names(patterns: Any) -> None:
+def match_names(
+    arrays: Sequence[Any], patterns: Mapping[str, Any], problems: Problems, some: bool = False
+) -> dict[str, tuple[Any, ...]]:
+    """The names that patterns give to arrays, by path; what does not fit becomes a problem.
+
+    Args:
+        arrays: What has a path and a shape.
+        patterns: As ``name_axes`` takes them.
+        problems: Where problems go.
+        some: Whether arrays may fit no pattern.
+    """
+    used: set[str] = set()
+    found: dict[str, tuple[Any, ...]] = {}
+    for each in arrays:
+        fitting = [pattern for pattern in patterns if matches(pattern, each.path)]
+        used.update(fitting)
+        names = None if some and not fitting else _names_for(each, fitting, patterns, problems)
+        if names is not None:
+            found[each.path] = names
+    paths = [each.path for each in arrays]
+    for pattern in patterns:
+        if pattern not in used:
+            near = nearest(pattern, paths)
+            fix = f"Write {near!r}." if near else f"Paths are: {paths[:3]}."
+            problems.add(pattern, "this pattern fits no array without names", fix)
+    return found
+
+
+def check_names(called: str, patterns: Any) -> None:
+    """Refuses what is no mapping from patterns to names that ``called`` can read."""
     example = "Write {'layers.*.weight': ('out', 'in')}."
     if not isinstance(patterns, Mapping):
         what = f"patterns are a mapping, and this is a {type(patterns).__name__}"
-        raise RuleTypeError("name_axes:", [Problem("", what, example)])
+        raise RuleTypeError(f"{called}:", [Problem("", what, example)])
     problems = Problems("these names cannot be read:")
     for pattern, names in patterns.items():
         if not isinstance(pattern, str):

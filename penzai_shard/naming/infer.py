@@ -1,0 +1,359 @@
+"""Infers the logical axes of a function's weights, and says why each is called so.
+
+Classes of dimensions get their names in ``axis_roles``, by what the program does with them, or from
+a person. Here dimensions get theirs from the classes that they are the product of.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from penzai_shard.errors import Problems, RuleTypeError, SelectionError
+from penzai_shard.naming.axis_roles import name_classes
+from penzai_shard.naming.facts import Facts
+from penzai_shard.naming.ties import AxisClass, Parts
+from penzai_shard.naming.trace import OF_TOKENS, AxisNames, CalledArray, trace_call
+from penzai_shard.paths import fold_key, group_paths, matches, nearest
+from penzai_shard.planning.name_axes import check_names, match_names
+from penzai_shard.reports.report import Column, HasReport, Report
+
+_TIMES = "*"
+_UNKNOWN = "not decided by the program"
+_UNUSED = "not used by the program"
+_NUMBER = re.compile(r"\d+")
+_COLUMNS = (
+    Column("weight", "path"),
+    Column("logical axes"),
+    Column("open", "detail"),
+    Column("decided", "ok", shown=False),
+)
+
+
+def infer_names(
+    function: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    input_names: Sequence[AxisNames | None] = OF_TOKENS,
+    overrides: Mapping[str, AxisNames] | None = None,
+) -> "InferredNames":
+    """Finds names for the dimensions of weights that have none.
+
+    ``function(params, *inputs)`` is traced; nothing runs. Dimensions are one logical axis where an
+    operation ties them, never because they are equally long; the rules of operations are those of
+    Shardy, XLA's partitioner (https://openxla.org/shardy). An axis is called by what the program
+    does with it, in the words of Penzai's transformers: ``embedding``, ``vocabulary``, ``heads``,
+    ``projection``, ``neurons``, ``experts``, ``layers``. What the program does not decide has no
+    name: a wrong one is worse than none.
+
+    A dimension that is the product of axes is called by all of them, the major one first, such as
+    ``heads*projection``. Rules take that for one name: ``AxisRules({"heads*projection": "model"})``
+    splits the dimension, by whole heads where the mesh axis divides their number.
+
+    Args:
+        function: Any function that JAX can trace; best one that returns the logits of a model.
+        params: Its weights: a tree of arrays or structs of any library. Arrays with names keep
+            them, and what the program ties to these gets the same.
+        inputs: Its other arguments, arrays or structs.
+        input_names: The logical axes of each input, None for one that is not known. By default the
+            first input has tokens, batch and seq.
+        overrides: Names by path pattern, as ``name_axes`` takes them, for what is to be called
+            otherwise; None stands for what is to stay as it was found. All dimensions that the
+            program ties to one get its name.
+
+    Returns:
+        The names by path, which ``name_axes(params, names)`` gives to the weights, with reasons.
+
+    Raises:
+        RuleTypeError: Arguments cannot be read or do not fit; an axis gets two names.
+        SelectionError: An override matches no array without names, or not its rank.
+        PropagationError: This jaxlib does not say what an operation ties.
+
+    >>> import jax
+    >>> def logits(weights, tokens):
+    ...     x = weights["embed"][tokens]
+    ...     for layer in weights["layers"]:
+    ...         x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+    ...     return x @ weights["embed"].T
+    >>> embed, up, down, tokens = (
+    ...     jax.ShapeDtypeStruct(shape, kind)
+    ...     for shape, kind in [((9, 6), "f4"), ((6, 8), "f4"), ((8, 6), "f4"), ((2, 4), "i4")]
+    ... )
+    >>> weights = {"embed": embed, "layers": [{"up": up, "down": down}] * 2}
+    >>> names = infer_names(logits, weights, tokens)
+    >>> names["embed"], names["layers/1/up"]
+    (('vocabulary', 'embedding'), ('embedding', 'neurons'))
+    """
+    overrides = {} if overrides is None else overrides
+    check_names("infer_names", overrides)
+    call = trace_call(function, params, *inputs, input_names=input_names, called="infer_names")
+    found = name_classes(Facts(call))
+    parts = _find_parts(call.weights, found.names)
+    known = {part: (name, found.reasons[part]) for part, name in found.names.items()}
+    known |= _read_overrides(overrides, call.weights, parts)
+    counts = collections.Counter(part for dims in parts.values() for part in {*sum(dims, ())})
+    doubts = {part: _UNUSED for part in counts if part.number < 0} | found.open
+    dims: dict[str, tuple[NamedDim, ...]] = {}
+    for weight in call.weights:
+        if any(weight.names):
+            of_dims = zip(weight.names, weight.shape, strict=True)
+            own = [NamedDim(name, "its array has this name", (size,)) for name, size in of_dims]
+        else:
+            own = [*_name_dims(parts[weight.path], known, doubts, counts)]
+        if not weight.parts:
+            reason = f"{_UNUSED}; so it is in blocks that are"
+            own = [
+                dataclasses.replace(dim, reason=reason) if ps[0].number >= 0 and dim.name else dim
+                for dim, ps in zip(own, parts[weight.path], strict=True)
+            ]
+        dims[weight.path] = tuple(own)
+    return InferredNames(dims, dict.fromkeys(known[part] for part in counts if part in known))
+
+
+def _find_parts(
+    weights: Sequence[CalledArray], names: Mapping[AxisClass, Hashable]
+) -> dict[str, tuple[Parts, ...]]:
+    """What the dimensions of each weight are products of.
+
+    Of one that the program does not use what has a name in all weights that it uses in its place.
+    """
+    alike: dict[Any, list[tuple[Parts, ...]]] = collections.defaultdict(list)
+    for weight in weights:
+        if weight.parts:
+            alike[fold_key(weight.path), weight.shape].append(weight.parts)
+    found, numbers = {}, itertools.count(-1, -1)
+    for weight in weights:
+        new = tuple((AxisClass(next(numbers), size),) for size in weight.shape)
+        used = alike[fold_key(weight.path), weight.shape] or [new]
+        called = {tuple(tuple(map(names.get, parts)) for parts in dims) for dims in used}
+        is_known = len(called) == 1
+        copied = (
+            p if is_known and names.keys() >= {*p} else n for p, n in zip(used[0], new, strict=True)
+        )
+        found[weight.path] = weight.parts or tuple(copied)
+    return found
+
+
+def _read_overrides(
+    overrides: Mapping[str, Any],
+    weights: Sequence[CalledArray],
+    parts: Mapping[str, tuple[Parts, ...]],
+) -> dict[AxisClass, tuple[Hashable, str]]:
+    """The names that people give to classes, with reasons."""
+    problems = Problems("cannot override these names:")
+    # Those that have names keep them, as name_axes has it.
+    unnamed = [weight for weight in weights if not any(weight.names)]
+    matched = match_names(unnamed, overrides, problems, some=True)
+    problems.raise_if_any(SelectionError)
+    given: dict[AxisClass, tuple[Hashable, str]] = {}
+    for path, names in matched.items():
+        for own, name in zip(parts[path], names, strict=True):
+            called = name.split(_TIMES) if isinstance(name, str) else [name]
+            if name is not None and len(called) != len(own):
+                sizes = _sizes_text(tuple(part.size for part in own))
+                example = _TIMES.join(f"axis_{number}" for number, _ in enumerate(own, 1))
+                what = f"{name!r} names {len(called)} axes, and there are {len(own)} ({sizes})"
+                problems.add(path, what, f"Write for instance {example!r}.", "misfit")
+                continue
+            for part, axis in zip(own, called, strict=True) if name is not None else ():
+                first, reason = given.setdefault(part, (axis, f"the override of {path} says so"))
+                if first != axis:
+                    what = f"is called {axis!r}, and the program ties it to {first!r}: {reason}"
+                    problems.add(path, what, "Give both one name, or None to one.", "tied")
+    problems.raise_if_any(RuleTypeError)
+    return given
+
+
+# Dimensions
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedDim:
+    """A dimension of a weight.
+
+    Attributes:
+        name: What it is called; None if that is open, or its length is 1.
+        reason: Why it is called so, or has no name.
+        sizes: The lengths of the axes that it is the product of.
+        open: If it is open, these axes, each with its name; None for those that need one.
+    """
+
+    name: Hashable | None
+    reason: str
+    sizes: tuple[int, ...]
+    open: tuple[tuple[AxisClass, Hashable | None], ...] = ()
+
+
+def _name_dims(
+    dims: Sequence[Parts],
+    known: Mapping[AxisClass, tuple[Hashable, str]],
+    doubts: Mapping[AxisClass, str],
+    counts: Mapping[AxisClass, int],
+) -> Iterator[NamedDim]:
+    """The dimensions of an array, each called by the names of all that it is a product of."""
+    # An array has each name once: of equal ones the axis keeps it that more weights have.
+    places = [(dim, n) for dim, parts in enumerate(dims) for n, _ in enumerate(parts)]
+    owners: dict[Hashable, tuple[int, int]] = {}
+    rivals = {}
+    for dim, n in sorted(places, key=lambda place: -counts[dims[place[0]][place[1]]]):
+        part = dims[dim][n]
+        name = known[part][0] if part in known else part
+        if owners.setdefault(name, (dim, n)) != (dim, n):
+            i, j = owners[name]
+            rivals[dim, n] = dims[i][j]
+
+    for dim, parts in enumerate(dims):
+        sizes = tuple(part.size for part in parts)
+        names: list[Hashable | None] = []
+        reasons = []
+        for n, part in enumerate(parts):
+            name, reason = known.get(part, (None, doubts.get(part, _UNKNOWN)))
+            if (dim, n) in rivals:
+                name, reason = None, f"it would be {name!r}, as another dimension is"
+            names.append(name)
+            reasons.append(reason)
+        # No override can name what is the same axis as another dimension.
+        is_one = any(rivals.get((dim, n)) == part for n, part in enumerate(parts))
+        if sizes == (1,) and names == [None]:
+            yield NamedDim(None, "its length is 1", sizes)
+        elif None in names:
+            first = names.index(None)
+            of = f"of {_sizes_text(sizes)} the {sizes[first]}: " if len(parts) > 1 else ""
+            pieces = () if is_one else tuple(zip(parts, names, strict=True))
+            yield NamedDim(None, of + reasons[first], sizes, pieces)
+        elif len(parts) == 1:
+            yield NamedDim(names[0], reasons[0], sizes)
+        else:
+            told = "; ".join(map("{}: {}".format, names, reasons))
+            yield NamedDim(_TIMES.join(map(str, names)), told, sizes)
+
+
+# Results
+
+
+class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
+    """The logical axes of the weights of a function by path, with reasons.
+
+    What has no name is None. ``name_axes(params, names)`` gives the names to the weights; ``print``
+    and notebooks show them.
+
+    Attributes:
+        dims: The dimensions of each weight.
+        axes: Each name of an axis with its reason, once.
+    """
+
+    def __init__(
+        self, dims: Mapping[str, tuple[NamedDim, ...]], axes: Iterable[tuple[Hashable, str]] = ()
+    ) -> None:
+        self.dims, self.axes = dims, tuple(axes)
+
+    def __getitem__(self, path: str) -> tuple[Hashable | None, ...]:
+        return tuple(dim.name for dim in self._dims_at(path))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dims)
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def _dims_at(self, path: str) -> tuple[NamedDim, ...]:
+        if path not in self.dims:
+            near = nearest(path, self.dims) or next(iter(self.dims), None)
+            raise KeyError(f"no weight has path {path!r}; there is for instance {near!r}")
+        return self.dims[path]
+
+    def reasons(self, path: str) -> tuple[str, ...]:
+        """Why each dimension of a weight is called so, or has no name."""
+        return tuple(dim.reason for dim in self._dims_at(path))
+
+    @property
+    def undecided(self) -> tuple[tuple[str, int], ...]:
+        """Path and number of each dimension that is open; those of length 1 are not."""
+        numbered = ((path, enumerate(dims)) for path, dims in self.dims.items())
+        return tuple((path, n) for path, dims in numbered for n, dim in dims if dim.open)
+
+    def overrides(self) -> str:
+        """The argument that names all that is open; write better names for ``axis_1`` and others.
+
+        Each axis stands in it once; those of equal blocks are one line, and get one name.
+        """
+        labels, known = self._labels(), set[AxisClass]()
+        rows = []
+        for path, dims in self.dims.items():
+            new = {part for dim in dims for part, _ in dim.open} - known
+            if new:
+                known |= new
+                rows.append((path, tuple(_text_of(dim, labels) for dim in dims)))
+        text = ""
+        for members in group_paths(rows):
+            paths, names = [rows[i][0] for i in members], rows[members[0]][1]
+            pattern = fold_key(paths[0])
+            if [path for path in self.dims if matches(pattern, path)] == paths:
+                paths = [pattern]
+            text += "".join(f"    {path!r}: {names!r},\n" for path in paths)
+        return f"overrides={{\n{text}}}" if text else "overrides={}"
+
+    def _labels(self) -> dict[Any, str]:
+        """What each axis that is open can be called; in equal blocks those at one place are one."""
+        places: dict[Any, list[tuple[Any, ...]]] = collections.defaultdict(list)
+        for path, dims in self.dims.items():
+            for number, dim in enumerate(dims):
+                for index, (key, known) in enumerate(dim.open):
+                    if known is None:
+                        places[key].append((path, number, index, dim.sizes))
+        labels: dict[Any, str] = {}
+        numbers = itertools.count(1)
+        for key, found in places.items():
+            is_of_block = len({tuple(_NUMBER.findall(path)) for path, *_ in found}) == 1
+            alike = [(fold_key(path), *place) for path, *place in found] if is_of_block else []
+            known = [labels[place] for place in alike if place in labels]
+            label = known[0] if known else f"axis_{next(numbers)}"
+            labels |= dict.fromkeys([key, *alike], label)
+        return labels
+
+    def report(self) -> Report:
+        """The names as a table: weights with open dimensions first, and what to write for them."""
+        labels = self._labels()
+        rows: list[tuple[Any, ...]] = []
+        for path, dims in self.dims.items():
+            doubts: dict[str, list[str]] = {}
+            for dim in dims:
+                if dim.open:
+                    doubts.setdefault(dim.reason, []).append(_text_of(dim, labels))
+            doubt = "; ".join(f"{', '.join(texts)}: {reason}" for reason, texts in doubts.items())
+            shown = ", ".join(_axis_text(dim, labels) for dim in dims)
+            rows.append((path, shown, doubt or None, False if doubt else None))
+        rows.sort(key=lambda row: row[-1] is None)
+        why: dict[Hashable, list[str]] = {}
+        for axis, reason in self.axes:
+            why.setdefault(axis, []).append(reason)
+        notes = [f"{axis}: {'; '.join(why[axis])}" for axis in why]
+        verdict = f"{len(rows):,} weights, {sum(row[-1] is None for row in rows):,} with all names"
+        write: list[str] = []
+        if labels:
+            verdict += f"; {len({*labels.values()}):,} logical axes are open"
+            write = ["Name what is open, and call it again with", *self.overrides().splitlines()]
+        facts = {"names": dict(self), "reasons": {path: self.reasons(path) for path in self}}
+        lines = [[(line, "")] for line in write]
+        columns, ok = _COLUMNS, not labels
+        return Report(
+            "Names", verdict, columns, rows, notes, ok, facts, drawing=lambda width: lines
+        )
+
+
+def _text_of(dim: NamedDim, labels: Mapping[Any, str]) -> Any:
+    """The name of a dimension, made of labels where it is open."""
+    if not dim.open:
+        return dim.name
+    return _TIMES.join(labels[key] if name is None else str(name) for key, name in dim.open)
+
+
+def _sizes_text(sizes: Sequence[int]) -> str:
+    return _TIMES.join(map(str, sizes))
+
+
+def _axis_text(dim: NamedDim, labels: Mapping[Any, str]) -> str:
+    text, sizes = _text_of(dim, labels), _sizes_text(dim.sizes)
+    return sizes if text is None else f"{text}{'?' if dim.open else ''}={sizes}"
