@@ -132,7 +132,7 @@ def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
             targets.add(each.rows)
             continue
         weights = facts.in_weights[each.rows]
-        is_begin = any(embedding.intersection(weight.classes) for weight in weights)
+        is_begin = any(not embedding.isdisjoint(weight.classes) for weight in weights)
         words = {word for weight in weights for word in _read_words(weight.path)}
         if each.index in facts.from_inputs - facts.from_weights and words.isdisjoint(_NO_TOKENS):
             tables |= {each.rows} if is_begin or not embedding else set()
@@ -242,19 +242,23 @@ def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
     for scores in facts.products:
         if not scores.contracted or facts.is_of_a_weight(scores):
             continue
-        contracted = scores.contracted & weighted
+        contracted, shared = scores.contracted & weighted, scores.free[0] | scores.free[1]
         after = facts.after(scores.operation.results[0], {DOT})
-        softmax = next((each for each in after if each.kind == _EXPONENTIAL), None)
-        if softmax is None:
+        softmax = next((each.results[0] for each in after if each.kind == _EXPONENTIAL), None)
+        # The exponential of a sigmoid is not summed.
+        if softmax is None or not any(
+            each.kind == "stablehlo.reduce" and softmax in facts.moved_from(each.operands[0])
+            for each in facts.after(softmax, {DOT})
+        ):
             continue
-        after = facts.after(softmax.results[0], {DOT})
-        found = (by_number[each.number] for each in after if each.number in by_number)
-        shared = scores.free[0] | scores.free[1]
-        mixes = [e for e in found if e.contracted & shared and not facts.is_of_a_weight(e)]
+        found = (by_number.get(each.number) for each in facts.after(softmax, {DOT}))
+        mixes = [e for e in found if e and e.contracted & shared and not facts.is_of_a_weight(e)]
         mixed = {part for mix in mixes for part in mix.contracted}
         free = {part for mix in mixes for part in mix.free[0] | mix.free[1]}
         values = frozenset(free & weighted - scores.of_result - contracted)
         if not mixes or not contracted | values:
+            continue
+        if not all(_is_made(facts, names, operand) for operand in scores.operation.operands):
             continue
         beside = {
             part
@@ -263,7 +267,18 @@ def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
             for part in weight.classes
         }
         heads = weighted & beside & (scores.batch | scores.of_result - mixed)
-        yield _Attention(scores, mixes[0], softmax.results[0], sorted(heads), contracted, values)
+        yield _Attention(scores, mixes[0], softmax, sorted(heads), contracted, values)
+
+
+def _is_made(facts: Facts, names: AxisNames, operand: int) -> bool:
+    """Whether queries or keys are an input, or a product with a weight; if learned, of the stream.
+
+    What a pooling asks for is a stream of another width.
+    """
+    near, embedding = facts.nearest_products(operand), names.with_role("embedding")
+    if operand in facts.from_inputs:
+        return operand not in facts.from_weights or any(e.weight is not None for e in near)
+    return any(e.contracted & embedding for e in near)
 
 
 def _name_attention(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
@@ -353,6 +368,12 @@ def _name_neurons(facts: Facts, names: AxisNames) -> None:
                 role = "recurrent" if is_looped else _NEURONS
                 reason = "a product makes it of the embedding, and another contracts over it"
                 names.give(part, role, reason)
+    # Bottlenecks of adapters are shorter than the embedding, where other neurons are longer.
+    longest = max((part.size for part in names.with_role(_NEURONS)), default=0)
+    for stream in embedding if not names.with_role("experts") else ():
+        for part in names.with_role(_NEURONS):
+            if part.size < stream.size < longest:
+                names.take_back(part, "it is shorter than the embedding, as other neurons are not")
 
 
 def _is_linear(facts: Facts, product: Product) -> bool:
@@ -405,7 +426,7 @@ def _name_positions(facts: Facts, names: AxisNames) -> None:
     """What is looked up by counted places, or cut as long as an input is."""
     embedding = names.with_role("embedding")
     for each in facts.lookups:
-        is_table = each.rows in facts.in_weights and each.others & embedding
+        is_table = each.rows in facts.in_weights and not embedding.isdisjoint(each.others)
         if not is_table or each.operation.operands[0] in facts.from_inputs:
             continue
         is_counted = "stablehlo.iota" in facts.kinds_before(each.index)
@@ -447,29 +468,22 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
 
 
 def _name_gates(facts: Facts, names: AxisNames) -> None:
-    """Two that one weight makes with neurons, if they are cut apart and multiplied."""
-    made = {part for each in facts.with_weights for part in each.made}
+    """Two that one weight has beside neurons, if they are cut apart and multiplied."""
     for part, runs in facts.runs.items():
-        beside = [
-            {names.roles.get(p) for p in each.classes} for each in facts.in_weights.get(part, ())
-        ]
-        if part.size != 2 or part not in made or not cover(part, runs):
-            continue
-        if not all(_NEURONS in roles for roles in beside):
+        weights = facts.in_weights.get(part, ())
+        beside = [{names.roles.get(each) for each in weight.classes} for weight in weights]
+        is_pair = part.size == 2 and cover(part, runs)
+        if not is_pair or not beside or not all(_NEURONS in roles for roles in beside):
             continue
         first, second = (facts.reached(v for v, _ in runs[run]) for run in sorted(runs))
-        users = (o for v in first for o in facts.users.get(v, ()) if o.kind == _MULTIPLY)
-        if any(not second.isdisjoint(o.operands) for o in users):
-            names.give(part, "gate_up", "one weight makes neurons and their gates")
+        for each in facts.program.operations:
+            sides = [{*each.operands} & side for side in (first - second, second - first)]
+            if each.kind == _MULTIPLY and all(sides):
+                names.give(part, "gate_up", "one weight makes neurons and their gates")
 
 
 def _leave_unequal_open(facts: Facts, names: AxisNames) -> None:
     """One name is for axes of one length: of several, those that fewer weights have get none."""
-    longest = max((part.size for part in names.with_role(_NEURONS)), default=0)
-    for stream in names.with_role("embedding") if not names.with_role("experts") else ():
-        for part in names.with_role(_NEURONS):
-            if part.size < stream.size < longest:
-                names.take_back(part, "it is shorter than the embedding, as other neurons are not")
     for role in {*names.roles.values()} - {"embedding", _NEURONS, "layers"}:
         counts = collections.Counter[int]()
         for part in names.with_role(role) & facts.in_weights.keys():
