@@ -92,21 +92,23 @@ def infer_names(
     found = name_classes(Facts(call))
     parts = _find_parts(call.weights, found.names)
     known = {part: (name, found.reasons[part]) for part, name in found.names.items()}
-    known |= _read_overrides(overrides, call.weights, parts)
+    for part, name in _read_overrides(overrides, call.weights, parts).items():
+        if part not in known or known[part][0] != name:
+            known[part] = (name, "an override says so")
     counts = collections.Counter(part for dims in parts.values() for part in {*sum(dims, ())})
     doubts = {part: _UNUSED for part in counts if part.number < 0} | found.open
     dims: dict[str, tuple[NamedDim, ...]] = {}
     for weight in call.weights:
         if any(weight.names):
-            of_dims = zip(weight.names, weight.shape, strict=True)
-            own = [NamedDim(name, "its array has this name", (size,)) for name, size in of_dims]
+            of_dims = zip(weight.names, parts[weight.path], strict=True)
+            own = [NamedDim(name, "its array has this name", each) for name, each in of_dims]
         else:
             own = [*_name_dims(parts[weight.path], known, doubts, counts)]
         if not weight.parts:
             reason = f"{_UNUSED}; so it is in blocks that are"
             own = [
-                dataclasses.replace(dim, reason=reason) if ps[0].number >= 0 and dim.name else dim
-                for dim, ps in zip(own, parts[weight.path], strict=True)
+                dataclasses.replace(dim, reason=reason) if dim.parts[0].number >= 0 else dim
+                for dim in own
             ]
         dims[weight.path] = tuple(own)
     return InferredNames(dims, dict.fromkeys(known[part] for part in counts if part in known))
@@ -140,8 +142,8 @@ def _read_overrides(
     overrides: Mapping[str, Any],
     weights: Sequence[CalledArray],
     parts: Mapping[str, tuple[Parts, ...]],
-) -> dict[AxisClass, tuple[Hashable, str]]:
-    """The names that people give to classes, with reasons."""
+) -> dict[AxisClass, Hashable]:
+    """The names that people give to classes."""
     problems = Problems("cannot override these names:")
     # Those that have names keep them, as name_axes has it.
     unnamed = [weight for weight in weights if not any(weight.names)]
@@ -152,18 +154,17 @@ def _read_overrides(
         for own, name in zip(parts[path], names, strict=True):
             called = name.split(_TIMES) if isinstance(name, str) else [name]
             if name is not None and len(called) != len(own):
-                sizes = _sizes_text(tuple(part.size for part in own))
-                example = _TIMES.join(f"axis_{number}" for number, _ in enumerate(own, 1))
-                what = f"{name!r} names {len(called)} axes, and there are {len(own)} ({sizes})"
-                problems.add(path, what, f"Write for instance {example!r}.", "misfit")
-                continue
-            for part, axis in zip(own, called, strict=True) if name is not None else ():
-                first, reason = given.setdefault(part, (axis, f"the override of {path} says so"))
-                if first != axis:
-                    what = f"is called {axis!r}, and the program ties it to {first!r}: {reason}"
-                    problems.add(path, what, "Give both one name, or None to one.", "tied")
+                what = f"{name!r} names {len(called)} axes, and this is {_sizes_text(own)}"
+                fix = f"Write {_TIMES.join(f'axis_{n}' for n, _ in enumerate(own, 1))!r} or better."
+                problems.add(path, what, fix, "misfit")
+            elif name is not None:
+                for part, axis in zip(own, called, strict=True):
+                    first, there = given.setdefault(part, (axis, path))
+                    if first != axis:
+                        what = f"is called {axis!r}, and the program ties it to {there}: {first!r}"
+                        problems.add(path, what, "Give both one name, or None to one.", "tied")
     problems.raise_if_any(RuleTypeError)
-    return given
+    return {part: name for part, (name, _) in given.items()}
 
 
 # Dimensions
@@ -176,14 +177,14 @@ class NamedDim:
     Attributes:
         name: What it is called; None if that is open, or its length is 1.
         reason: Why it is called so, or has no name.
-        sizes: The lengths of the axes that it is the product of.
-        open: If it is open, these axes, each with its name; None for those that need one.
+        parts: The axes that it is the product of.
+        open: Of what an override can name the names of the parts, None for those that have none.
     """
 
     name: Hashable | None
     reason: str
-    sizes: tuple[int, ...]
-    open: tuple[tuple[AxisClass, Hashable | None], ...] = ()
+    parts: Parts
+    open: tuple[Hashable | None, ...] = ()
 
 
 def _name_dims(
@@ -196,38 +197,33 @@ def _name_dims(
     # An array has each name once: of equal ones the axis keeps it that more weights have.
     places = [(dim, n) for dim, parts in enumerate(dims) for n, _ in enumerate(parts)]
     owners: dict[Hashable, tuple[int, int]] = {}
-    rivals = {}
     for dim, n in sorted(places, key=lambda place: -counts[dims[place[0]][place[1]]]):
-        part = dims[dim][n]
-        name = known[part][0] if part in known else part
-        if owners.setdefault(name, (dim, n)) != (dim, n):
-            i, j = owners[name]
-            rivals[dim, n] = dims[i][j]
+        owners.setdefault(known.get(dims[dim][n], (dims[dim][n],))[0], (dim, n))
 
     for dim, parts in enumerate(dims):
-        sizes = tuple(part.size for part in parts)
         names: list[Hashable | None] = []
-        reasons = []
+        reasons, is_repeat = [], False
         for n, part in enumerate(parts):
             name, reason = known.get(part, (None, doubts.get(part, _UNKNOWN)))
-            if (dim, n) in rivals:
-                name, reason = None, f"it would be {name!r}, as another dimension is"
+            i, j = owners[part if name is None else name]
+            if (i, j) != (dim, n):
+                reason = f"it would be {name!r}, as another dimension is"
+                name, is_repeat = None, is_repeat or dims[i][j] == part
             names.append(name)
             reasons.append(reason)
-        # No override can name what is the same axis as another dimension.
-        is_one = any(rivals.get((dim, n)) == part for n, part in enumerate(parts))
-        if sizes == (1,) and names == [None]:
-            yield NamedDim(None, "its length is 1", sizes)
+        if _sizes_text(parts) == "1" and names == [None]:
+            yield NamedDim(None, "its length is 1", parts)
         elif None in names:
             first = names.index(None)
-            of = f"of {_sizes_text(sizes)} the {sizes[first]}: " if len(parts) > 1 else ""
-            pieces = () if is_one else tuple(zip(parts, names, strict=True))
-            yield NamedDim(None, of + reasons[first], sizes, pieces)
+            of = f"of {_sizes_text(parts)} the {parts[first].size}: " if len(parts) > 1 else ""
+            # No override can name what is the same axis as another dimension.
+            pieces = () if is_repeat else tuple(names)
+            yield NamedDim(None, of + reasons[first], parts, pieces)
         elif len(parts) == 1:
-            yield NamedDim(names[0], reasons[0], sizes)
+            yield NamedDim(names[0], reasons[0], parts)
         else:
             told = "; ".join(map("{}: {}".format, names, reasons))
-            yield NamedDim(_TIMES.join(map(str, names)), told, sizes)
+            yield NamedDim(_TIMES.join(map(str, names)), told, parts)
 
 
 # Results
@@ -282,7 +278,7 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
         labels, known = self._labels(), set[AxisClass]()
         rows = []
         for path, dims in self.dims.items():
-            new = {part for dim in dims for part, _ in dim.open} - known
+            new = {part for dim in dims if dim.open for part in dim.parts} - known
             if new:
                 known |= new
                 rows.append((path, tuple(_text_of(dim, labels) for dim in dims)))
@@ -300,9 +296,10 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
         places: dict[Any, list[tuple[Any, ...]]] = collections.defaultdict(list)
         for path, dims in self.dims.items():
             for number, dim in enumerate(dims):
-                for index, (key, known) in enumerate(dim.open):
-                    if known is None:
-                        places[key].append((path, number, index, dim.sizes))
+                for index, name in enumerate(dim.open):
+                    if name is None:
+                        sizes = _sizes_text(dim.parts)
+                        places[dim.parts[index]].append((path, number, index, sizes))
         labels: dict[Any, str] = {}
         numbers = itertools.count(1)
         for key, found in places.items():
@@ -323,7 +320,11 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
                 if dim.open:
                     doubts.setdefault(dim.reason, []).append(_text_of(dim, labels))
             doubt = "; ".join(f"{', '.join(texts)}: {reason}" for reason, texts in doubts.items())
-            shown = ", ".join(_axis_text(dim, labels) for dim in dims)
+            pairs = [(_text_of(dim, labels), "?" * bool(dim.open)) for dim in dims]
+            shown = ", ".join(
+                f"{'' if text is None else f'{text}{mark}='}{_sizes_text(dim.parts)}"
+                for (text, mark), dim in zip(pairs, dims, strict=True)
+            )
             rows.append((path, shown, doubt or None, False if doubt else None))
         rows.sort(key=lambda row: row[-1] is None)
         why: dict[Hashable, list[str]] = {}
@@ -347,13 +348,9 @@ def _text_of(dim: NamedDim, labels: Mapping[Any, str]) -> Any:
     """The name of a dimension, made of labels where it is open."""
     if not dim.open:
         return dim.name
-    return _TIMES.join(labels[key] if name is None else str(name) for key, name in dim.open)
+    pairs = zip(dim.parts, dim.open, strict=True)
+    return _TIMES.join(labels[part] if name is None else str(name) for part, name in pairs)
 
 
-def _sizes_text(sizes: Sequence[int]) -> str:
-    return _TIMES.join(map(str, sizes))
-
-
-def _axis_text(dim: NamedDim, labels: Mapping[Any, str]) -> str:
-    text, sizes = _text_of(dim, labels), _sizes_text(dim.sizes)
-    return sizes if text is None else f"{text}{'?' if dim.open else ''}={sizes}"
+def _sizes_text(parts: Parts) -> str:
+    return _TIMES.join(str(part.size) for part in parts)
