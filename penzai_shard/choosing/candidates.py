@@ -1,14 +1,48 @@
-"""Lists every sane way to lay out a train step: meshes, tables of rules, policies, microbatches."""
+"""Lists every sane way to lay out a train step: meshes, tables of rules, policies, microbatches.
 
+A table is sane if each mesh axis has a use. Whether it divides is asked of the different shapes of
+parameters, of which even a deep model has few, so that thousands of candidates take seconds.
+"""
+
+import collections
 import dataclasses
-from collections.abc import Hashable
-from typing import Any
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh
 
+from penzai_shard.arrays.kinds import device_dtype, itemsize
+from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.choosing.hardware import Hardware
+from penzai_shard.choosing.problem import Problem
+from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.layouts.axis_roles import axes_of_role, find_roles
 from penzai_shard.layouts.layout import Layout
+from penzai_shard.layouts.presets import MIN_SIZE, TABLES
 from penzai_shard.meshes import make_mesh, mesh_text
-from penzai_shard.rules import AxisRules
+from penzai_shard.paths import nearest
+from penzai_shard.readers.penzai import make_named
+from penzai_shard.rules import AxisRules, Rule, data_parallel, decide, tensor_parallel
+from penzai_shard.specs import part_count
+from penzai_shard.training.train_state import TrainState
+
+# What mesh axes of the model split, in the order in which one array's are chosen.
+_SPLIT_ROLES = ("experts", "vocabulary", "neurons", "heads")
+# What others call these axes: MaxText, the examples of Flax, t5x, Hugging Face.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "embedding": ("embed", "emb", "hidden", "features"),
+    "neurons": ("mlp", "ff", "intermediate"),
+    "heads": ("head", "q_heads", "num_heads"),
+    "vocabulary": ("vocab",),
+    "experts": ("expert", "exp"),
+}
+# Of a model in which no role is known, so many axes of parameters are tried, the longest first.
+_MOST_UNKNOWN_AXES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +51,7 @@ class Candidate:
 
     Attributes:
         mesh_sizes: Name and size of each mesh axis, in the mesh's order.
-        layout: In the model's own names.
+        layout: The layout, which knows the model's own names.
         microbatches: In how many parts, one after the other, the batch is computed.
     """
 
@@ -35,31 +69,394 @@ class Candidate:
     @property
     def table(self) -> Hashable:
         """What is equal for candidates that differ in policy and microbatches only."""
-        layout = self.layout
-        tables = layout.parameters, layout.compute, layout.optimizer, layout.between_blocks
-        return self.mesh_sizes, tables
+        return self.mesh_sizes, tuple(getattr(self.layout, name) for name in TABLES)
 
     @property
     def words(self) -> str:
         """The layout for people; those of unequal candidates are unequal."""
         layout = self.layout
-        parts = [
-            _rules_text("computed by", layout.compute),
-            _rules_text("stored by", layout.parameters),
-            _rules_text("optimizer by", layout.optimizer),
-            _rules_text("between blocks by", layout.between_blocks),
-            layout.rematerialise and f"keeps {layout.rematerialise}",
-            layout.reshard_after_forward and "gathers again",
-            self.microbatches > 1 and f"{self.microbatches} microbatches",
+        labels = "stored by", "computed by", "optimizer by", "between blocks by"
+        parts: list[Any] = [
+            (table := getattr(layout, name)) is not None and f"{label} {_rules_text(table)}"
+            for name, label in zip(TABLES, labels, strict=True)
         ]
+        parts += [layout.rematerialise and f"keeps {layout.rematerialise}"]
+        parts += [layout.reshard_after_forward and "gathers again"]
+        parts += [self.microbatches > 1 and f"{self.microbatches} microbatches"]
         return f"{mesh_text(dict(self.mesh_sizes))}: {'; '.join(filter(None, parts))}"
 
 
-def _rules_text(label: str, rules: AxisRules | None) -> str:
-    def text(rule: Any) -> str:
-        name = "largest" if rule.logical_axis is None else str(rule.logical_axis)
-        return f"{name}/{'*'.join(rule.mesh_axes) or 'whole'}"
+def _rules_text(rules: AxisRules) -> str:
+    texts = [
+        f"{rule.logical_axis or 'largest'}/{'*'.join(rule.mesh_axes) or 'whole'}"
+        for rule in rules.rules
+    ]
+    return ", ".join(texts) or "nothing"
 
-    if rules is None:
-        return ""
-    return f"{label} {', '.join(map(text, rules.rules)) or 'nothing'}"
+
+# Meshes
+
+
+def mesh_shapes(hardware: Hardware) -> list[dict[str, int]]:
+    """Every mesh of devices that JAX can lay, those with most for the batch first.
+
+    Its axes are ``data`` and ``model``, and between several hosts of GPUs also ``replica``.
+
+    >>> mesh_shapes(Hardware.read("h100:16"))[:3]
+    [{'data': 16}, {'replica': 2, 'data': 8}, {'data': 8, 'model': 2}]
+    """
+    devices, found = hardware.device_count, []
+    for model, replica in itertools.product(_divisors(devices), _divisors(hardware.hosts)):
+        rest = devices // model
+        if rest % replica == 0 and (replica == 1 or rest > replica):
+            sizes = {"replica": replica, "data": rest // replica, "model": model}
+            shape = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
+            if hardware.has_mesh(shape):
+                found.append(shape)
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+# What is stored
+
+
+class StateArray(NamedTuple):
+    """What a train state stores, and how it is laid out.
+
+    Attributes:
+        part: ``"parameters"``, or ``"optimizer"`` for an optimizer's statistic.
+        names: The logical axes by which it is laid out: of a statistic those of its parameter;
+            None for an array that every device has whole.
+        sizes: Their lengths.
+        kept: Which of these dimensions it has, in its own order; None for one of its own.
+        shape: Its shape.
+        item_bytes: The bytes of an element.
+    """
+
+    part: str
+    names: tuple[Any, ...] | None
+    sizes: tuple[int, ...]
+    kept: tuple[int | None, ...]
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    def axes(self, rules: tuple[Rule, ...], mesh: tuple[tuple[str, int], ...]) -> Any:
+        """The mesh axes of each dimension."""
+        if self.names is None:
+            return ((),) * len(self.shape)
+        found = decide(rules, self.names, self.sizes, mesh).mesh_axes
+        return tuple(() if dim is None else found[dim] for dim in self.kept)
+
+
+@functools.lru_cache(maxsize=4)
+def state_arrays(problem: Problem) -> dict[StateArray, int]:
+    """The different arrays of parameters and optimizer, and how many there are of each."""
+    options = ("loss_fn_state", "trainable", "plain_arrays")
+    given = {name: x for name, x in problem.step_options.items() if name in options}
+    state = TrainState.initial_state(problem.model, problem.optimizer, jax.random.key(0), **given)
+    found: collections.Counter[StateArray] = collections.Counter()
+    for leaf in name_statistics(leaves_of(state)):
+        part = leaf.path.partition("/")[0]
+        dtype = device_dtype(leaf.dtype)
+        if part not in ("params", "opt_state") or dtype is None:
+            continue
+        names, sizes = leaf.names, leaf.shape
+        kept: tuple[int | None, ...] = tuple(range(len(sizes)))
+        if names is not None and leaf.statistic is not None and leaf.statistic.sizes is not None:
+            names, sizes = leaf.statistic.names, leaf.statistic.sizes
+            kept = leaf.statistic.kept or ()
+        part = "parameters" if part == "params" else "optimizer"
+        found[StateArray(part, names, sizes, kept, leaf.shape, itemsize(dtype))] += 1
+    return dict(found)
+
+
+def stored_bytes(
+    problem: Problem, candidate: Candidate, parts: Sequence[str] = ("parameters", "optimizer")
+) -> float:
+    """The bytes of parameters and optimizer that one device stores, by arithmetic.
+
+    Args:
+        problem: The step.
+        candidate: The layout.
+        parts: Which of both.
+    """
+    tables = read_tables(problem, candidate)
+    rules = {"parameters": tables["parameters"].rules}
+    rules["optimizer"] = tables.get("optimizer", tables["parameters"]).rules
+    total, sizes = 0.0, dict(candidate.mesh_sizes)
+    for array, count in state_arrays(problem).items():
+        if array.part in parts:
+            axes = itertools.chain(*array.axes(rules[array.part], candidate.mesh_sizes))
+            size = math.prod(array.shape) * array.item_bytes
+            total += count * size / part_count(axes, sizes)
+    return total
+
+
+def read_tables(problem: Problem, candidate: Candidate) -> dict[str, AxisRules]:
+    """The tables of a layout in the model's own names, as ``Layout.for_model`` gives them."""
+    layout = candidate.layout
+    tables = {name: table for name in TABLES if (table := getattr(layout, name)) is not None}
+    return find_roles(_small_model(problem), candidate.mesh, tables, layout.names).tables
+
+
+@functools.lru_cache(maxsize=4)
+def _small_model(problem: Problem) -> list[Any]:
+    """One array for each of the different shapes of the model's named arrays."""
+    shapes = {(leaf.names, leaf.shape) for leaf in leaves_of(problem.model) if leaf.names}
+    ordered = sorted(shapes, key=str)
+    return [make_named(jax.ShapeDtypeStruct(shape, "float32"), names) for names, shape in ordered]
+
+
+# Candidates
+
+
+class Candidates(list[Candidate]):
+    """Candidates, each once, in an order that is the same everywhere.
+
+    Attributes:
+        left_out: How many tables are not among them, by reason.
+    """
+
+    def __init__(self, found: Iterable[Candidate], left_out: Mapping[str, int]) -> None:
+        super().__init__(found)
+        self.left_out = collections.Counter(left_out)
+
+
+def make_candidates(
+    problem: Problem,
+    meshes: Iterable[Mapping[str, int]],
+    *,
+    keep: Mapping[Any, Any] | None = None,
+    rematerialise: Sequence[str | None] = (None, "dots", "nothing"),
+    microbatches: Sequence[int] = (1, 2, 4, 8),
+) -> Candidates:
+    """Every sane way to lay out a train step on some meshes.
+
+    Experts, vocabulary, neurons and heads are split over a mesh axis of the model or stay whole.
+    Parameters are stored as they are used; or split over the mesh axes of the batch, too, by the
+    embedding or by the largest dimension, over all of these or over the nearest. The optimizer's
+    state lies as they do, or is split by its largest dimension. Between blocks, activations are
+    split along the sequence or not; blocks keep what a policy says, or gather parameters again.
+
+    Args:
+        problem: The step.
+        meshes: The sizes of the mesh axes by name; ``mesh_shapes(hardware)`` gives them. The mesh
+            axes ``replica`` and ``data`` are for the batch, ``model`` is for the model, and any
+            other is tried for both.
+        keep: What is decided: logical axis or role to mesh axis, mesh axes, or None for "whole".
+            Batch, sequence and what layers are split along are looked up in what is computed, any
+            other axis in how parameters are stored.
+        rematerialise: The policies to try.
+        microbatches: The numbers of microbatches to try.
+
+    Raises:
+        RuleTypeError: ``keep`` names what is not there, or each policy needs blocks that the model
+            does not have.
+    """
+    shapes = [dict(sizes) for sizes in meshes]
+    maker = _Maker(problem, dict(keep or {}), shapes, tuple(rematerialise))
+    for sizes in shapes:
+        for batch, model in maker.mesh_uses(sizes):
+            parts, examples = part_count(batch, sizes), problem.sizes[problem.batch_axis]
+            counts = [n for n in microbatches if examples % (parts * n) == 0]
+            if counts:
+                maker.add(sizes, batch, model, counts)
+                continue
+            what = f"the batch ({examples:,}) does not divide over {parts:,} devices"
+            maker.left_out[f"{what} in {min(microbatches)} microbatches"] += 1
+    return Candidates(maker.found.values(), maker.left_out)
+
+
+class _Maker:
+    """The candidates of a problem that were found so far."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        keep: Mapping[Any, Any],
+        meshes: list[dict[str, int]],
+        policies: tuple[str | None, ...],
+    ) -> None:
+        self.problem, self.meshes = problem, meshes
+        self.found: dict[Any, Candidate] = {}
+        self.left_out: collections.Counter[str] = collections.Counter()
+        self.shapes = [(leaf.names or (), leaf.shape) for leaf in leaves_of(_small_model(problem))]
+        pairs = sorted(
+            (n, str(name), name) for x in self.shapes for name, n in zip(*x, strict=True)
+        )
+        # The longest first.
+        self.axes = [*dict.fromkeys(name for _, _, name in reversed(pairs) if name is not None)]
+        self.names = dict(problem.names)
+        for role, others in _OTHER_NAMES.items():
+            other = next((name for name in others if name in self.axes), None)
+            if role not in self.names and other is not None and not self._has(role):
+                self.names[role] = other
+        roles: list[Any] = [role for role in _SPLIT_ROLES if self._has(role)]
+        self.split = roles or self.axes[:_MOST_UNKNOWN_AXES]
+
+        problems = Problems("no candidates:")
+        self.has_blocks = self._has_blocks()
+        self.policies = [x for x in policies if self.has_blocks or x is None]
+        if not self.policies:
+            what = f"{list(policies)} need blocks, and no layout knows those of the model"
+            problems.add("rematerialise", what, "Leave it out, or name layers with blocks=.")
+        self.kept = self._read_keep(keep, problems)
+        problems.raise_if_any(RuleTypeError)
+
+    def _has(self, role: str) -> bool:
+        return not {*axes_of_role(role, self.names)}.isdisjoint(self.axes)
+
+    def _has_blocks(self) -> bool:
+        """Whether layouts know layers of the model, whose activations and gathering they edit."""
+        mesh = make_mesh({"data": 1}, abstract=True)
+        blocks, names = self.problem.blocks, self.names
+        layout = Layout.data_parallel(rematerialise="dots", blocks=blocks, names=names)
+        try:
+            layout.recipe(self.problem.model, mesh)
+        except RuleTypeError:
+            return False
+        return True
+
+    def _read_keep(self, keep: Mapping[Any, Any], problems: Problems) -> dict[Any, tuple[str, ...]]:
+        """The mesh axes of each role, or other axis, that is decided."""
+        roles = ["batch", "seq", *self.split, "embedding"]
+        by_name = {name: role for role in roles for name in (*axes_of_role(role, self.names), role)}
+        by_name = {name: name for name in self.axes} | by_name
+        mesh_axes = sorted({axis for sizes in self.meshes for axis in sizes})
+        kept: dict[Any, tuple[str, ...]] = {}
+        for name, given in keep.items():
+            over = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+            wrong: list[Any] = [(name, by_name, "logical")] if name not in by_name else []
+            wrong += [(axis, mesh_axes, "mesh") for axis in over if axis not in mesh_axes]
+            for axis, known, kind in wrong:
+                near = nearest(axis, known)
+                fix = f"Write {near!r}." if near else f"There are {', '.join(map(str, known))}."
+                problems.add(f"keep[{name!r}]", f"there is no {kind} axis {axis!r}", fix)
+            kept[by_name.get(name)] = over
+        return kept
+
+    def mesh_uses(
+        self, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """The ways to use the axes of a mesh: those of the batch, and those of the model."""
+        used = [axis for axis, size in sizes.items() if size > 1]
+        own = [axis for axis in used if axis in ("replica", "data")]
+        free = [axis for axis in used if axis not in ("replica", "data", "model")]
+        if "batch" in self.kept:
+            own, free = [axis for axis in self.kept["batch"] if axis in used], []
+        for count in range(len(free), -1, -1):
+            for chosen in itertools.combinations(free, count):
+                batch = (*own, *chosen)
+                yield batch, tuple(axis for axis in used if axis not in batch)
+
+    def add(
+        self,
+        sizes: Mapping[str, int],
+        batch: tuple[str, ...],
+        model: tuple[str, ...],
+        counts: Sequence[int],
+    ) -> None:
+        """Adds the candidates of one way to use a mesh."""
+        for split, (parameters, compute, optimizer) in self._make_tables(sizes, batch, model):
+            layout = Layout(
+                parameters=parameters,
+                compute=compute,
+                optimizer=optimizer,
+                names=self.names,
+                blocks=self.problem.blocks if self.has_blocks else (),
+            )
+            specs = self._find_specs(Candidate(tuple(sizes.items()), layout))
+            if specs is None or specs["parameters"] == specs.get("optimizer"):
+                continue
+            gathers = specs["parameters"] != specs["compute"]
+            ways = [(policy, False) for policy in self.policies]
+            ways += [(None, True)] if gathers and self.has_blocks and None in self.policies else []
+            betweens = self._make_betweens(sizes, batch, model if split else ())
+            for between, (policy, again), n in itertools.product(betweens, ways, counts):
+                key = *sizes.items(), batch, *specs.items(), between, policy, again, n
+                own = dataclasses.replace(
+                    layout,
+                    between_blocks=between,
+                    rematerialise=policy,
+                    reshard_after_forward=again,
+                )
+                self.found.setdefault(key, Candidate(tuple(sizes.items()), own, n))
+
+    def _make_tables(
+        self, sizes: Mapping[str, int], batch: tuple[str, ...], model: tuple[str, ...]
+    ) -> Iterator[tuple[dict[Any, tuple[str, ...]], tuple[AxisRules, AxisRules, Any]]]:
+        """What is split, with the tables of parameters, computation and optimizer."""
+        # What uses all mesh axes of the batch alike is left to the mesh that has them as one.
+        merged = {axis: size for axis, size in sizes.items() if axis != "replica"}
+        merged["data"] = sizes.get("replica", 0) * sizes.get("data", 1)
+        is_merged = "replica" in batch and merged in self.meshes
+        free = [(), *((axis,) for axis in model)]
+        choices = [[self.kept[r]] if r in self.kept else free for r in self.split]
+        for picked in itertools.product(*choices):
+            split = {role: over for role, over in zip(self.split, picked, strict=True) if over}
+            if not {*model} <= {axis for over in split.values() for axis in over}:
+                continue
+            # As presets have it, layers give way to experts and vocabulary.
+            used = AxisRules({role: over for role, over in split.items() if role in _FIRST})
+            for role in (role for role in split if role not in _FIRST):
+                used |= tensor_parallel(split[role], (role,))
+            stored = [] if is_merged else [AxisRules({})]
+            for over in (batch[start:] for start in range(is_merged, len(batch))):
+                stored += [AxisRules({"embedding": over})] if self._has("embedding") else []
+                stored += [_split_largest(over)]
+            for own in stored:
+                tables = used | own, (data_parallel(batch) if batch else AxisRules({})) | used
+                yield split, (*tables, None)
+                if batch and own != _split_largest(batch):
+                    yield split, (*tables, used | _split_largest(batch))
+
+    def _find_specs(self, candidate: Candidate) -> dict[str, Any] | None:
+        """How tables lay out the different parameters; None if they do not, or not as is kept."""
+        specs, problems = {}, []
+        for name, table in read_tables(self.problem, candidate).items():
+            own = [decide(table.rules, *x, candidate.mesh_sizes) for x in self.shapes]
+            problems += [problem.what for each in own for problem in each.problems]
+            specs[name] = tuple(each.mesh_axes for each in own)
+        for role, over in self.kept.items():
+            if role not in ("batch", "seq", *self.split):
+                axes = axes_of_role(role, self.names)
+                rows = zip(self.shapes, specs["parameters"], strict=True)
+                split = {
+                    a
+                    for (names, _), row in rows
+                    for n, a in zip(names, row, strict=True)
+                    if n in axes
+                }
+                problems += [f"{role!r} is kept over {over}"] if split != {over} else []
+        if problems:
+            self.left_out[problems[0]] += 1
+        return None if problems else specs
+
+    def _make_betweens(
+        self, sizes: Mapping[str, int], batch: tuple[str, ...], model: tuple[str, ...]
+    ) -> Iterator[AxisRules | None]:
+        """How activations lie between blocks."""
+        lengths = [self.problem.sizes.get(name, 1) for name in axes_of_role("seq", self.names)]
+        for over in [self.kept["seq"]] if "seq" in self.kept else [(), model]:
+            # Where the last token is a target only, the model sees one less.
+            divides = any(
+                (n - last) % part_count(over, sizes) == 0 for n in lengths for last in (0, 1)
+            )
+            if not over:
+                yield None
+            elif self.has_blocks and divides:
+                yield (data_parallel(batch) if batch else AxisRules({})) | data_parallel(
+                    over, "seq"
+                )
+
+
+_FIRST = ("experts", "vocabulary")
+
+
+def _split_largest(over: tuple[str, ...]) -> AxisRules:
+    """Rules for the largest dimension: over all mesh axes or, if none divides, over each."""
+    each = dict.fromkeys((over, *((axis,) for axis in over)))
+    return AxisRules([Rule(None, axes, min_size=MIN_SIZE) for axes in each])

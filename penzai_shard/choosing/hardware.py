@@ -6,33 +6,25 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError
-from penzai_shard.inspection.topologies import (
-    FIGURES,
-    SLICES,
-    Topology,
-    find_figures,
-    least_time,
-    mesh_bandwidths,
-)
+from penzai_shard.errors import MeshError, Problems, RuleTypeError
+from penzai_shard.inspection import topologies
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import nearest
 
 if TYPE_CHECKING:
     from penzai_shard.choosing.cost import StepCost
 
-_NAME = re.compile(r"([a-z][\w-]*):(\d+)(?:x\d+)*")
 _EXAMPLES = "Write for instance 'v5e:32', 'v5p:4x4x8', 'h100:16' or 'cpu:8'."
 _GPUS_OF_A_HOST = 8
-# Bytes per second that one GPU has of the network between hosts: a port of 200 or 400 Gbit/s for
-# each, https://docs.nvidia.com/dgx/.
+# Bytes per second that one GPU has of the network between hosts: a port of 200 or 400 Gbit/s each,
+# https://docs.nvidia.com/dgx/.
 _BETWEEN_HOSTS = {"a100": 25e9, "a100-80gb": 25e9, "h100": 50e9, "h200": 50e9, "b200": 50e9}
-# Of all simulated devices together on one core of a server's processor, measured and rounded:
+# Of all simulated devices together, measured on one core of a server's processor and rounded:
 # operations, and bytes of memory and of links, per second. Only their ratios matter.
 _SIMULATED = 120e9, 7e9, 10e9
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +37,16 @@ class Hardware:
         flops: Dense operations in bfloat16 per second of one device.
         memory: The bytes that programs can have on one device; None if that is not known.
         memory_bandwidth: Bytes per second of its own memory.
-        link: Bytes per second that a GPU, or a simulated device, sends to others of its host.
-        between: Bytes per second that it sends to other hosts.
+        link: Bytes per second of a TPU over one link, of others to all devices of their host.
+        between: Bytes per second that a GPU sends to other hosts.
     """
 
     name: str
-    topology: Topology
+    topology: topologies.Topology
     flops: float
     memory: int | None
     memory_bandwidth: float
-    link: float = 0.0
+    link: float
     between: float = 0.0
 
     @classmethod
@@ -73,39 +65,36 @@ class Hardware:
         {'data': 50000000000.0, 'model': 450000000000.0}
         """
         problems = Problems(f"there is no hardware {name!r}:")
-        found = _NAME.fullmatch(str(name).lower())
-        kinds = [*(figures.kind for figures in FIGURES), "cpu"]
-        kind, count = (found[1], int(found[2])) if found else (str(name).partition(":")[0], 8)
-        if found is None or kind not in kinds:
-            near = kind if kind in kinds else nearest(kind, kinds)
+        kind, _, numbers = str(name).partition(":")
+        figures = next((each for each in topologies.FIGURES if each.kind == kind), None)
+        shape = tuple(int(n) for n in numbers.split("x") if n.isdecimal())
+        if (figures is None and kind != "cpu") or "x".join(map(str, shape)) != numbers:
+            kinds = [*(each.kind for each in topologies.FIGURES), "cpu"]
+            near = nearest(kind, kinds)
+            fix = f"Write '{near}:{numbers or 8}'." if near and near != name else _EXAMPLES
             what = f"a name is a kind of device ({', '.join(kinds)}) and a number of them"
-            problems.add("", what, f"Write '{near}:{count}'." if near else _EXAMPLES)
-        elif kind in _BETWEEN_HOSTS and count > 8 and count % 8 and found[0] == f"{kind}:{count}":
-            near = f"{kind}:{count // 8 * 8 + 8}"
-            fix = f"Write '{near}', or how many GPUs each host has: '{kind}:{count}x1'."
-            problems.add("", f"{count} GPUs are no whole hosts of {_GPUS_OF_A_HOST}", fix)
+            problems.add("", what, fix)
+        elif kind in _BETWEEN_HOSTS and len(shape) == 1:
+            hosts = -(-shape[0] // _GPUS_OF_A_HOST)
+            if shape[0] % hosts:
+                fix = f"Write '{kind}:{hosts * _GPUS_OF_A_HOST}', or '{kind}:{shape[0]}x1'."
+                problems.add("", f"they are no whole hosts of {_GPUS_OF_A_HOST}", fix)
+            shape = hosts, shape[0] // hosts
         problems.raise_if_any(MeshError)
-        assert found is not None
-        return cls._of_kind(kind, found[0])
 
-    @classmethod
-    def _of_kind(cls, kind: str, name: str) -> Self:
-        shape = tuple(map(int, name.partition(":")[2].split("x")))
-        if kind == "cpu":
-            topology = Topology(name)
-            flops, memory, link = (figure / topology.device_count for figure in _SIMULATED)
-            return cls(name, topology, flops, None, memory, link)
-        figures = next(each for each in FIGURES if each.kind == kind)
-        known = figures.flops, int(figures.memory), figures.memory_bandwidth
-        if kind in SLICES:
-            slices = (each for each in SLICES[kind].all_shapes() if (math.prod(each),) == shape)
-            topology = Topology(f"{kind}:{'x'.join(map(str, next(slices, shape)))}")
-            return cls(topology.name, topology, *known)
-        if len(shape) == 1:
-            each = min(shape[0], _GPUS_OF_A_HOST)
-            shape = shape[0] // each, each
-        topology = Topology(f"gpu:{shape[0]}x{shape[1]}", f'device_description_str: "{kind}"')
-        return cls(name, topology, *known, figures.link, _BETWEEN_HOSTS[kind])
+        if figures is None:
+            topology = topologies.Topology(name)
+            flops, bandwidth, link = (each / topology.device_count for each in _SIMULATED)
+            return cls(name, topology, flops, None, bandwidth, link)
+        config = "" if kind in topologies.SLICES else f'device_description_str: "{kind}"'
+        if kind in topologies.SLICES and len(shape) == 1:
+            slices = topologies.SLICES[kind].all_shapes()
+            shape = next((each for each in slices if math.prod(each) == shape[0]), shape)
+        size = "x".join(map(str, shape))
+        topology = topologies.Topology(f"{'gpu' if config else kind}:{size}", config)
+        _, _, flops, memory, bandwidth, link = figures
+        between = _BETWEEN_HOSTS.get(kind, 0.0)
+        return cls(f"{kind}:{size}", topology, flops, int(memory), bandwidth, link, between)
 
     @property
     def device_count(self) -> int:
@@ -115,12 +104,22 @@ class Hardware:
     @property
     def hosts(self) -> int:
         """In how many hosts GPUs are; 1 of other devices."""
-        return self.topology.shape[0] if self.topology.kind == "gpu" else 1
+        return self.topology.shape[0] if self.between else 1
 
     @property
     def overlaps(self) -> bool:
         """Whether devices compute while they send; simulated ones share the cores of a machine."""
         return self.topology.kind != "cpu"
+
+    def has_mesh(self, mesh_sizes: Mapping[str, int]) -> bool:
+        """Whether ``jax.make_mesh`` lays a mesh of as many devices over them.
+
+        Args:
+            mesh_sizes: The size of each mesh axis.
+        """
+        # Where a mesh axis does not have whole axes of the grid, each is said to have all links.
+        links = sum(self.bandwidths(mesh_sizes).values()) / self.link
+        return self.topology.platform != "tpu" or links <= 2 * len(self.topology.shape)
 
     def bandwidths(self, mesh_sizes: Mapping[str, int]) -> dict[str, float]:
         """The bytes per second that one device can send over each mesh axis at most.
@@ -132,16 +131,45 @@ class Hardware:
         Raises:
             MeshError: The mesh has another number of devices.
         """
-        if not self.link:
-            return mesh_bandwidths(self.topology, mesh_sizes)
         self.topology.check_mesh(mesh_sizes)
+        if self.topology.kind == "v5e":
+            return self._split_grid(mesh_sizes)
+        if self.topology.platform == "tpu":
+            return topologies.mesh_bandwidths(self.topology, mesh_sizes)
         inside, rates = self.device_count // self.hosts, {}
-        for axis, size in reversed(mesh_sizes.items()):
-            # Over several hosts, as many devices of the axis as a host has share their ports.
+        for axis, size in reversed([*mesh_sizes.items()]):
             own = math.gcd(inside, size)
-            rates[axis] = self.link if own == size else min(self.link, own * self.between)
             inside //= own
+            rates[axis] = self.link
+            if hosts := size // own - 1:
+                # What all gather, each sends to every other host once; the rest stays in a host.
+                rates[axis] = min(self.link, self.between * (size - 1) / hosts)
         return {axis: rates[axis] for axis in mesh_sizes}
+
+    def _split_grid(self, mesh_sizes: Mapping[str, int]) -> dict[str, float]:
+        """The same of v5e, where a mesh axis may have a part of an axis of the grid.
+
+        Several rows that go over the same links, one for each device in between, share them.
+        """
+        shape, ring = self.topology.shape, topologies.SLICES["v5e"].ring
+        free, strides, rates = [*shape], [1] * len(shape), {}
+        for axis, size in reversed([*mesh_sizes.items()]):
+            rest, links = size, 0.0
+            dims = range(len(shape))
+            # An axis of the grid of just that length first, then those that it divides most.
+            for dim in sorted(dims, key=lambda d: (free[d] != size, -math.gcd(free[d], size))):
+                part = math.gcd(free[dim], rest)
+                if part > 1:
+                    is_ring = part * strides[dim] == shape[dim] == ring
+                    links += (1 + is_ring) / strides[dim]
+                    free[dim] //= part
+                    strides[dim] *= part
+                    rest //= part
+            rates[axis] = links * self.link
+        return {axis: rates[axis] for axis in mesh_sizes}
+
+
+# What choose_layout is given
 
 
 class Devices(NamedTuple):
@@ -162,6 +190,62 @@ class Devices(NamedTuple):
         """What they are, for people."""
         mesh = f", mesh ({mesh_text(self.mesh_sizes)})" if self.mesh_sizes else ""
         return f"{self.hardware.name}{mesh}"
+
+
+def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devices:
+    """Reads the arguments of ``choose_layout`` that say what is computed on.
+
+    Args:
+        devices: The name of hardware, a mesh, JAX's devices, or a number.
+        hardware: What a mesh or a number is of, ``"v5e"``; JAX knows it of devices that are there.
+        memory: The bytes that a step may need on a device, also as text: ``"14GiB"``; None for what
+            programs can have of it.
+
+    Raises:
+        RuleTypeError, MeshError: They cannot be read, or do not go together.
+
+    >>> read_devices(32, "v5e", "14GiB").words
+    'v5e:4x8'
+    """
+    problems = Problems("choose_layout cannot read its devices:")
+    mesh_sizes, members = None, devices if isinstance(devices, list | tuple) else ()
+    count = len(members) or devices
+    if isinstance(devices, Mesh | AbstractMesh):
+        mesh_sizes, count = dict(devices.shape), devices.size
+        members = list(devices.devices.flat) if isinstance(devices, Mesh) else ()
+    if hardware is None and members and hasattr(members[0], "device_kind"):
+        figures = topologies.find_figures(members[0].device_kind)
+        hardware = figures.kind if figures else members[0].platform
+    is_number = isinstance(count, int) and not isinstance(count, bool)
+    if not is_number and not isinstance(devices, str):
+        what = f"a {type(devices).__name__} is no name, mesh, devices or number"
+        problems.add("devices", what, _EXAMPLES)
+    elif is_number and hardware is None:
+        fix = "Write hardware='v5e', or hardware='cpu' for simulated devices."
+        problems.add("devices", f"how fast these {count:,} devices are is not known", fix)
+    limit = memory
+    if isinstance(memory, str) and (found := _BYTES.fullmatch(memory)):
+        power = " KMGT".index(found[2] or " ")
+        limit = float(found[1]) * (1024 if found[3] else 1000) ** power
+    if memory is not None and not (isinstance(limit, int | float) and limit >= 1024):
+        fix = "Write a number of bytes, or for instance memory='14GiB'."
+        problems.add("memory", f"{memory!r} is no size of a device's memory", fix)
+    problems.raise_if_any(RuleTypeError)
+
+    if not isinstance(hardware, Hardware):
+        kind = devices if isinstance(devices, str) else hardware
+        hardware = Hardware.read(kind if ":" in kind else f"{kind}:{count}")
+    if is_number and hardware.device_count != count:
+        what = f"there are {count:,} devices, and {hardware.name!r} has {hardware.device_count:,}"
+        problems.add("hardware", what, f"Write {hardware.name.partition(':')[0]!r}.")
+    if limit is None and hardware.memory is None:
+        what = f"how much a device of {hardware.name!r} has is not known"
+        problems.add("memory", what, "Write memory='16GiB'.")
+    problems.raise_if_any(MeshError)
+    return Devices(hardware, int(limit or hardware.memory or 0), mesh_sizes)
+
+
+# Times
 
 
 class StepTime(NamedTuple):
@@ -219,11 +303,10 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     for axes, sent in cost.traffic.items():
         for axis in axes:
             by_mesh_axis[axis] += sent / sum(rates[each] for each in axes)
-    updated = 2 * cost.memory.get("optimizer", 0.0)
     return StepTime(
         cost.flops / hardware.flops,
-        least_time(cost.traffic, mesh_sizes, rates),
-        updated / hardware.memory_bandwidth,
+        topologies.least_time(cost.traffic, mesh_sizes, rates),
+        2 * cost.memory.get("optimizer", 0.0) / hardware.memory_bandwidth,
         by_mesh_axis,
         hardware.overlaps,
     )
