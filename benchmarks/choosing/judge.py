@@ -11,6 +11,7 @@ afterwards is added up before.
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class Verdict:
 def judge(problem: Any, candidate: Any) -> Verdict:
     """Compiles a step in a layout, and reads what it costs."""
     step, state, inputs = problem.build(candidate)
-    lowered = step.lowerable(state, **inputs).lower()
+    lowered = step.lowerable(state, **inputs).trace().lower(lowering_platforms=("cpu",))
     sizes = dict(candidate.mesh_sizes)
     devices = jax.devices("cpu")[: math.prod(sizes.values())]
     options = compiler.compile_options(len(devices), "cpu", OPTIONS)
@@ -370,9 +371,8 @@ def _groups(one: Instruction, sizes: Mapping[str, int]) -> tuple[list[str], int]
 def _replica_groups(one: Instruction, count: int) -> np.ndarray:
     """The groups as rows, from any of the forms in which XLA writes them."""
     text = one.attributes
-    if found := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))? ?\{(.*?)\}", text
-    ):
+    order = r"(?:, ?device_ids=\((.*?(?:T\([\d,]+\))?)\))?"
+    if found := re.search(rf"replica_groups=mesh\[(.*?)\]{order} ?\{{(.*?)\}}", text):
         return _mesh_groups(*found.groups())
     if found := re.search(r"replica_groups=(\[[^\s]*?\](?:T\([\d,]+\))?)(?:, |$)", text):
         return _iota(found[1])
@@ -385,30 +385,35 @@ def _replica_groups(one: Instruction, count: int) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """``[4,2]<=[2,4]T(1,0)``: numbers in order, as an array, transposed, and reshaped."""
+    """``[4,2]<=[2,4]T(1,0)``: numbers in order, as an array, transposed, and reshaped.
+
+    Without the last shape, as in ``[2,4]T(1,0)``, they are one row.
+    """
+    found = re.fullmatch(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    assert found is not None, text
     shape, counted, order = (
-        [int(i) for i in found.split(",")] if found else []
-        for found in re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore[union-attr]
+        [int(i) for i in numbers.split(",")] if numbers else [] for numbers in found.groups()
     )
     ids = np.arange(math.prod(counted)).reshape(counted)
-    return (ids.transpose(order) if order else ids).reshape(shape)
+    return (ids.transpose(order) if order else ids).reshape(shape or -1)
 
 
 def _mesh_groups(mesh: str, device_ids: str | None, over: str) -> np.ndarray:
     """``mesh['a'=4,'b'=2] {'a'}``: groups along some axes, or parts of them (``'a':(2)2``)."""
-    if device_ids:
-        raise ValueError(f"devices in another order than the mesh's are not read: {device_ids}")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
-    grouped = {
-        name: (int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
-    }
-    # Each axis is cut in three: before the part that is grouped, that part, and behind it.
-    pieces, inside = [], []
+    grouped: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+    for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over):
+        grouped[name].append((int(before or 1), int(size or sizes[name])))
+    # Each axis is cut where a part of it begins or ends, so that groups go over whole pieces.
+    pieces: list[int] = []
+    inside: list[int] = []
     for name, size in sizes.items():
-        before, own = grouped.get(name, (size, 1))
-        inside.append(len(pieces) + 1)
-        pieces += [before, own, size // before // own]
+        cuts = sorted({1, size, *(x for start, n in grouped[name] for x in (start, start * n))})
+        for start, end in itertools.pairwise([*cuts, size]):
+            if any(own <= start and end <= own * n for own, n in grouped[name]) and end > start:
+                inside.append(len(pieces))
+            pieces.append(end // start)
     outside = [i for i in range(len(pieces)) if i not in inside]
-    ids = np.arange(math.prod(sizes.values())).reshape(pieces).transpose(outside + inside)
+    ids = _iota(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
+    ids = ids.reshape(pieces).transpose(outside + inside)
     return ids.reshape(-1, math.prod(pieces[i] for i in inside))
