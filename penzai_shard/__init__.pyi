@@ -22,6 +22,7 @@ from penzai_shard.errors import ManualRegionError as ManualRegionError
 from penzai_shard.errors import MeshError as MeshError
 from penzai_shard.errors import MissingExtraError as MissingExtraError
 from penzai_shard.errors import NonFiniteLossError as NonFiniteLossError
+from penzai_shard.errors import NothingFitsError as NothingFitsError
 from penzai_shard.errors import PlanError as PlanError
 from penzai_shard.errors import ProgramError as ProgramError
 from penzai_shard.errors import PropagationError as PropagationError
