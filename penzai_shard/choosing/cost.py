@@ -2,8 +2,41 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from penzai_shard.arrays.structure import Leaf
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.problem import Problem
+from penzai_shard.choosing.shallow import cut_model
+from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps, spec_of
+from penzai_shard.errors import Problems, PropagationError
+from penzai_shard.inspection.collectives import wire_bytes
+from penzai_shard.programs import OPTIMIZER
+from penzai_shard.propagation.flat import BARRIER, LOOP, Operation
+
+_GATHER, _SLICE, _REDUCE = "sdy.all_gather", "sdy.all_slice", "sdy.all_reduce"
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+_COLLECTIVES = frozenset(
+    f"sdy.{name}"
+    for name in ("all_gather", "all_reduce", "all_slice", "all_to_all", "collective_permute")
+)
+_CONSTANTS = ("sdy.constant", "stablehlo.constant", "stablehlo.iota")
+_BROADCAST, _UPDATE = "stablehlo.broadcast_in_dim", "stablehlo.dynamic_update_slice"
+# They give what they take in another form.
+_FORM = frozenset(
+    {"flow", "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard"}
+)
+# A part of what they give is made of the same parts of what they take.
+_LINEAR = _FORM | {"stablehlo.add", "stablehlo.negate", "stablehlo.subtract"}
+# They give other elements than they take, so that both have to be in memory.
+_WRITES = """
+    cholesky convolution custom_call dot_general dynamic_update_slice fft gather reduce
+    reduce_window scatter select_and_scatter sort triangular_solve while"""
+_WRITING = frozenset(f"stablehlo.{name}" for name in _WRITES.split())
+_PARTS = {"params": "parameters", "opt_state": "optimizer"}
+_PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +108,281 @@ def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
         _sum(((line.what, line.names, line.mesh_axes), line.bytes) for line in cost.sent)
         for cost in (one, two)
     )
-    sent = (Sent(*reason, bytes=count) for reason, count in extend(*by_reason).items())
-    return StepCost(flops, tuple(sent), extend(one.memory, two.memory))
+    return StepCost(flops, _write_lines(extend(*by_reason)), extend(one.memory, two.memory))
+
+
+def _write_lines(by_reason: Mapping[Any, float]) -> tuple[Sent, ...]:
+    lines = (Sent(what, names, axes, n) for (what, names, axes), n in by_reason.items() if n)
+    return tuple(lines)
+
+
+# Prices
+
+
+class Prices:
+    """What the layouts of a train step cost, by propagation; nothing is compiled and nothing runs.
+
+    Shardy, the part of XLA that lays arrays out, propagates the layout through the step and says
+    what devices exchange. A deep model is priced from one and from two of its blocks. Products and
+    what is sent are as compiled, within a few percent; memory is an estimate, on the low side.
+
+    Args:
+        problem: The step.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        cut = cut_model(problem)
+        models = [problem.model] if cut is None else [cut.one, cut.two]
+        self._blocks = 1 if cut is None else cut.blocks
+        self._steps = [MarkedSteps(problem, model) for model in models]
+
+    def price(self, candidate: Candidate) -> StepCost:
+        """What the step costs in a layout.
+
+        Raises:
+            PlanError: A length does not divide.
+            RuleTypeError, MeshError: The layout does not fit the model, as for ``Layout.build``.
+            PropagationError: The step cannot be priced without compiling it.
+        """
+        costs = [_price(steps.place(candidate)) for steps in self._steps]
+        cost = costs[0] if len(costs) == 1 else extrapolate(costs[0], costs[1], self._blocks)
+        # Which phase holds most may be another one in a deep model.
+        memory = dict(cost.memory)
+        memory["activations"] = max(memory.pop(phase) for phase in _PHASES)
+        return dataclasses.replace(cost, memory=memory)
+
+
+def _price(program: DeviceProgram) -> StepCost:
+    """The cost of a program; in its memory each phase has a line of what it holds at most."""
+    held = dict.fromkeys(("parameters", "optimizer", "inputs", *_PHASES), 0.0)
+    for value, leaf in program.arguments.items():
+        held[_PARTS.get(_first_piece(leaf), "inputs")] += program.bytes(value)
+    held |= _find_peaks(program)
+    problems = Problems("a loop that runs an unknown number of times cannot be priced:")
+    flops, traffic = 0.0, _Traffic(program)
+    for each in program.operations:
+        if each.kind not in _PRODUCTS and (not each.mesh_axes or each.kind == _SLICE):
+            continue
+        if each.times is None:
+            problems.add(each.name, "it runs in such a loop", "Write jax.lax.scan, or fori_loop.")
+        elif each.kind in _PRODUCTS:
+            flops += each.times * _count_flops(program, each)
+        else:
+            traffic.add(each, each.times)
+    problems.raise_if_any(PropagationError)
+    return StepCost(flops, _write_lines(traffic.lines), held)
+
+
+def _first_piece(leaf: Leaf) -> str:
+    return leaf.path.partition("/")[0]
+
+
+def _find_phase(operation: Operation) -> str:
+    if OPTIMIZER in operation.name.split("/"):
+        return "optimizer"
+    return "backward" if "transpose(" in operation.name else "forward"
+
+
+def _count_flops(program: DeviceProgram, product: Operation) -> float:
+    """Two for each element of the result and each that is summed for it, on one device."""
+    (result,), second, rule = product.results, product.operands[1], product.rule
+    assert rule is not None
+    made = {factor for factors in rule.results[0] for factor in factors}
+    used = {axis for axes in spec_of(program.values[result]) for axis in axes}
+    summed, spec = 1, spec_of(program.values[second])
+    for length, axes, factors in zip(program.shapes[second], spec, rule.operands[1], strict=True):
+        if made.isdisjoint(factors):
+            # A mesh axis that splits the result does not split what is summed, too.
+            summed *= length * program.parts(axis for axis in axes if axis in used)
+    return 2.0 * math.prod(program.shapes[result]) * summed
+
+
+# Traffic
+
+
+class _Traffic:
+    """What the collectives of a program send.
+
+    Attributes:
+        lines: Bytes by what is sent, its logical axes and the mesh axes.
+    """
+
+    def __init__(self, program: DeviceProgram) -> None:
+        self.lines: dict[Any, float] = collections.defaultdict(float)
+        self._program = program
+        self._gathered: set[Any] = set()
+        self._parameters = {
+            tuple(sorted(leaf.shape)): leaf
+            for leaf in program.arguments.values()
+            if _first_piece(leaf) == "params"
+        }
+
+    def add(self, each: Operation, times: int) -> None:
+        """Adds a collective that runs some times."""
+        program, operand = self._program, each.operands[0]
+        origin = self._find_origin(operand, _FORM)
+        if self._is_constant(origin):
+            return
+        # Compilers take out of a loop what is the same in each turn, and merge equal gathers.
+        count = 1.0 if origin in program.arguments else times
+        if each.kind == _GATHER:
+            if (key := (origin, each.mesh_axes, count)) in self._gathered:
+                return
+            self._gathered.add(key)
+            # Shardy gathers in front of a barrier, once for all; compilers behind it, once more.
+            users = program.users[each.results[0]]
+            count += times * sum(user.kind == BARRIER for user in users)
+        reason = self._describe(each)
+        for axes, size in self._find_bytes(each):
+            self.lines[*reason, axes] += size * count
+
+    def _find_origin(self, value: int, kinds: Collection[str]) -> int:
+        """The value that a value is another form of."""
+        makers = self._program.makers
+        while (maker := makers.get(value)) is not None and maker.kind in kinds:
+            value = maker.operands[maker.results.index(value)]
+        return value
+
+    def _is_constant(self, value: int) -> bool:
+        """Whether a value is made of constants or of one number, which nobody has to send."""
+        maker = self._program.makers.get(self._find_origin(value, _FORM))
+        if maker is not None and maker.kind == _BROADCAST:
+            source = maker.operands[0]
+            return not self._program.values[source].shape or self._is_constant(source)
+        return maker is not None and maker.kind in _CONSTANTS
+
+    def _describe(self, each: Operation) -> tuple[str, tuple[Any, ...]]:
+        """What is moved, and its logical axes if they are known."""
+        program, phase = self._program, _find_phase(each)
+        origin = self._find_origin(each.operands[0], {*_FORM, *_COLLECTIVES, BARRIER})
+        if (leaf := program.arguments.get(origin)) is not None:
+            what = {"params": "parameter", "opt_state": "optimizer"}.get(_first_piece(leaf))
+            return what or "activation", tuple(leaf.names or ())
+        shape = tuple(sorted(program.values[each.results[0]].shape))
+        alike = self._parameters.get(shape)
+        names = tuple(alike.names or ()) if alike is not None else ()
+        if phase == "optimizer":
+            return "parameter" if each.kind == _GATHER else "gradient", names
+        return ("gradient", names) if phase == "backward" and alike else ("activation", ())
+
+    def _find_bytes(self, each: Operation) -> list[tuple[tuple[str, ...], float]]:
+        """What one device sends, by mesh axes."""
+        program, sizes = self._program, self._program.mesh_sizes
+        whole = {axis.partition(":")[0] for axis in each.mesh_axes}
+        axes = tuple(axis for axis in sizes if axis in whole)
+        size, parts = float(program.bytes(each.results[0])), program.parts(each.mesh_axes)
+        if each.kind != _REDUCE:
+            payload = size * parts if each.kind == "sdy.reduce_scatter" else size
+            kind = each.kind.removeprefix("sdy.").replace("_", "-")
+            return [(axes, wire_bytes(kind, payload, parts))]
+        # A sum of which every use takes a part is scattered, over other mesh axes cut before.
+        cut = self._find_cuts(each.results[0])
+        payload = size / program.parts(axis for axis in cut if axis not in axes)
+        scattered = tuple(axis for axis in axes if axis in cut)
+        rest = tuple(axis for axis in axes if axis not in cut)
+        first = program.parts(scattered)
+        found = [(scattered, wire_bytes("reduce-scatter", payload, first))]
+        return [*found, (rest, wire_bytes("all-reduce", payload / first, program.parts(rest)))]
+
+    def _find_cuts(self, value: int) -> set[str]:
+        """The mesh axes of which every use of a sum takes one device's part."""
+        found: list[set[str]] = []
+        for user in self._program.users[value]:
+            taken: set[str] = set()
+            if user.kind == _SLICE or user.kind in _LINEAR:
+                taken = {*user.mesh_axes} | self._find_cuts(user.results[0])
+            found.append(taken)
+        return set.intersection(*found) if found else set()
+
+
+# Memory
+
+
+def _find_peaks(program: DeviceProgram) -> dict[str, float]:
+    """The most bytes at once besides what goes in and comes out, in each phase.
+
+    What is computed element by element is there only if something else has to read it.
+    """
+    operations, roots = _order_by_time(program), _find_roots(program)
+    written = {
+        roots[value]
+        for each in operations
+        if _is_writing(each)
+        for value in (*each.results, *(() if each.kind == "stablehlo.reduce" else each.operands))
+    }
+    written -= {-1, *(roots[value] for value in (*program.arguments, *program.results))}
+
+    last: dict[int, int] = {}
+    for number, each in reversed([*enumerate(operations)]):
+        until = number
+        if not _is_writing(each):
+            # Computed where its results are used.
+            made = (roots[value] for value in each.results)
+            until = max([number, *(last.get(root, 0) for root in made if root not in written)])
+        for value in each.operands:
+            if not _is_gathered_behind(program, each, value):
+                last[roots[value]] = max(last.get(roots[value], 0), until)
+
+    peaks: dict[str, float] = collections.defaultdict(float)
+    ends: dict[int, float] = collections.defaultdict(float)
+    there = 0.0
+    for number, each in enumerate(operations):
+        for value in each.results:
+            if value in written and value in last:
+                there += program.bytes(value)
+                ends[last[value]] += program.bytes(value)
+        phase = _find_phase(each)
+        peaks[phase] = max(peaks[phase], there)
+        there -= ends[number]
+    return dict(peaks)
+
+
+def _is_writing(each: Operation) -> bool:
+    return each.kind in _WRITING or bool(each.mesh_axes and each.kind != _SLICE)
+
+
+def _is_gathered_behind(program: DeviceProgram, each: Operation, operand: int) -> bool:
+    """Whether a barrier takes what compilers gather behind it."""
+    maker = program.makers.get(operand)
+    return each.kind == BARRIER and maker is not None and maker.kind == _GATHER
+
+
+def _order_by_time(program: DeviceProgram) -> list[Operation]:
+    """Operations as JAX wrote them, but updates, and what is exchanged, as soon as possible.
+
+    What is gathered once is gathered just before its first use.
+    """
+    places: dict[int, float] = {}
+    operations = [each for each in program.operations if each.results]
+    for each in operations:
+        place: float = each.order
+        if _find_phase(each) == "optimizer" or each.kind in _CONSTANTS or each.mesh_axes:
+            place = max((places.get(value, -1) for value in each.operands), default=-1)
+        places.update(dict.fromkeys(each.results, place))
+    for each in reversed(operations):
+        if each.kind == _GATHER and each.times == 1:
+            users = program.users[each.results[0]]
+            first = min((places[user.results[0]] for user in users if user.results), default=0)
+            places[each.results[0]] = max(places[each.results[0]], first - 0.5)
+    return sorted(operations, key=lambda each: places[each.results[0]])
+
+
+def _find_roots(program: DeviceProgram) -> list[int]:
+    """For each value the one whose memory it has; -1 for what is made of constants."""
+    roots = list(range(len(program.values)))
+    for each in program.operations:
+        for number, value in enumerate(each.results):
+            if each.kind in (*_CONSTANTS, _BROADCAST):
+                roots[value] = -1
+            elif each.kind == _UPDATE:
+                roots[value] = roots[each.operands[0]]
+            elif each.kind in (*_FORM, BARRIER, LOOP):
+                operand = each.operands[number]
+                # What a loop starts with and changes is written, also where it is a constant.
+                is_new = each.kind == LOOP and roots[operand] < 0
+                if not is_new and not _is_gathered_behind(program, each, operand):
+                    roots[value] = roots[operand]
+    return roots
 
 
 def _sum(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:

@@ -176,9 +176,13 @@ class Layout(LayoutPresets, LayoutFiles):
         >>> layout.for_model(up, pzs.make_mesh({"data": 4, "model": 2})).parameters
         AxisRules('mlp' -> 'model')
         """
-        return dataclasses.replace(self, **self._find_roles(tree, mesh).tables, names={})
+        return dataclasses.replace(self, **self.find_roles(tree, mesh).tables, names={})
 
-    def _find_roles(self, tree: Any, mesh: AnyMesh) -> axis_roles.FoundRoles:
+    def find_roles(self, tree: Any, mesh: AnyMesh) -> axis_roles.FoundRoles:
+        """The layout's tables in a model's own names, and which axes they split.
+
+        All that a layout does to a model follows from this; ``for_model`` has the errors.
+        """
         arguments.read("Layout", mesh, {})  # Refuses what is no mesh.
         tables = {name: table for name in TABLES if (table := getattr(self, name)) is not None}
         return axis_roles.find_roles(tree, mesh, tables, self.names)
@@ -197,7 +201,7 @@ class Layout(LayoutPresets, LayoutFiles):
         Raises:
             PlanError, MeshError, RuleTypeError: As ``make_plan`` and ``for_model``.
         """
-        found = self._find_roles(tree, mesh)
+        found = self.find_roles(tree, mesh)
         plan = make_plan(tree, mesh, found.tables["parameters"], **options)
         whole = _find_whole(plan)
         if isinstance(tree, TrainState) and self.optimizer is not None:
@@ -222,7 +226,7 @@ class Layout(LayoutPresets, LayoutFiles):
                 layout splits.
             MeshError: A rule names a mesh axis that the mesh does not have.
         """
-        return RecipeMaker(model, auto_twin(mesh), self, self._find_roles(model, mesh)).make()
+        return RecipeMaker(model, auto_twin(mesh), self, self.find_roles(model, mesh)).make()
 
     def computing(self, loss_fn: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
         """A loss function whose model computes in this layout, for an evaluation, for instance.

@@ -12,6 +12,9 @@ one: an operation of the kind ``FLOW``, from all values that may come in to the 
 - A branch: the FLOW takes what each branch returns. An optimization barrier is a FLOW too.
 - A result of the program is a FLOW from what is returned to the layout that it has outside.
 
+Where collectives are written down (``partition``) there are no edges any more. A loop then has an
+operation of its own in front, from what it starts with to what it carries, and a barrier is one.
+
 An ``Edge`` says that at an operation a mesh axis went from one value, operand or result, to others.
 Following the earliest edges back from a value leads to where its mesh axes come from.
 """
@@ -27,10 +30,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from penzai_shard.propagation.passes import LAID_OUT, mesh_axes, propagate
-from penzai_shard.propagation.xla_form import ORDER, Mlir, main_block, name_of, to_xla_form
+from penzai_shard.propagation.xla_form import (
+    ORDER,
+    Mlir,
+    main_block,
+    name_of,
+    operations_in,
+    to_xla_form,
+)
 
 FLOW = "flow"
 """The kind of an operation that only hands a value on, over the border of a region."""
+LOOP = "stablehlo.while"
+BARRIER = "stablehlo.optimization_barrier"
 
 # One tuple of mesh axes per dimension; parts of a mesh axis are written as "data:(1)2".
 Spec = tuple[tuple[str, ...], ...]
@@ -38,8 +50,17 @@ Spec = tuple[tuple[str, ...], ...]
 # Steps of edges at the program's results: before and after all others.
 _FIRST, _LAST = -1, 1 << 62
 _TERMINATORS = ("func.return", "sdy.return", "stablehlo.return")
-_MANUAL, _LOOP = "sdy.manual_computation", "stablehlo.while"
+_MANUAL = "sdy.manual_computation"
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
+# Of each collective of Shardy the attribute that says over which mesh axes devices exchange.
+_EXCHANGED = {
+    "sdy.all_gather": "gathering_axes",
+    "sdy.all_reduce": "reduction_axes",
+    "sdy.all_slice": "slicing_axes",
+    "sdy.all_to_all": "params",
+    "sdy.reduce_scatter": "reduce_scatter_axes",
+}
+_AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 _STEP = re.compile(r"step-(\d+) = \[(.*?\})\]\}")
 _EDGE = re.compile(r'"([^"]+)"(\S*) = (operand|result)-(\d+) -> \[([^]]*)\]')
 _PLACE = re.compile(r"(operand|result)-(\d+)")
@@ -116,6 +137,7 @@ class Operation:
             them is unknown. Of branches each one counts.
         order: Its place in the program that JAX wrote; the list is in XLA's order.
         cuts: Of a slice, what it takes of each dimension: start, end and stride.
+        mesh_axes: Of a collective, the mesh axes over which devices exchange.
     """
 
     number: int
@@ -130,6 +152,7 @@ class Operation:
     times: int | None = 1
     order: int = 0
     cuts: tuple[tuple[int, int, int], ...] = ()
+    mesh_axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -209,10 +232,12 @@ class _Reader:
         self._flows: dict[Mlir, _Flow] = {}
         self._cache: dict[Any, Any] = {}
         self._order = 0
+        self._has_edges = True
 
     def read(self, module: Mlir) -> Propagated:
+        self._has_edges = bool(operations_in(module, "sdy.data_flow_edge"))
         block = main_block(module)
-        given = _entries(block.owner, "arg_attrs", len(block.arguments))
+        given = read_entries(block.owner, "arg_attrs", len(block.arguments))
         arguments = [
             self._add(value, entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
             for value, entry in zip(block.arguments, given, strict=True)
@@ -221,7 +246,7 @@ class _Reader:
             n for n, entry in zip(arguments, given, strict=True) if LAID_OUT in entry
         )
         returned = self._read_block(block, _Around())
-        asked = _entries(block.owner, "res_attrs", len(returned))
+        asked = read_entries(block.owner, "res_attrs", len(returned))
         types = [value.type for value in block.operations[-1].operands]
         results = [
             self._read_result(position, *each)
@@ -258,7 +283,7 @@ class _Reader:
         shape, dtype = self._once(_read_type, kind)
         spec, is_open = None, (True,) * len(shape)
         if sharding is not None:
-            spec, is_open = self._once(_read_spec, sharding)
+            spec, is_open = self._once(read_spec, sharding)
         names = {} if origins is None else self._once(_read_origins, origins)
         # Shardy leaves the origins of mesh axes that a value did not get in the end.
         kept = {axis: names[axis] for axes in spec or () for axis in axes if axis in names}
@@ -287,12 +312,12 @@ class _Reader:
                 self._read_edge(operation, around)
             elif kind == _MANUAL:
                 self._read_manual(operation, around)
-            elif kind == _LOOP:
+            elif kind == LOOP:
                 self._read_loop(operation, around)
             elif kind in _BRANCHES:
                 returned = [self._read_block(r.blocks[0], around) for r in operation.regions]
                 self._hand_on(operation.results, zip(*returned, strict=True))
-            elif kind == "stablehlo.optimization_barrier":
+            elif kind == BARRIER and self._has_edges:
                 self._hand_on(operation.results, zip(self._read_operands(operation)))
             elif kind not in _TERMINATORS:
                 self._read_operation(operation, around)
@@ -315,7 +340,7 @@ class _Reader:
         name = _read_text(attributes, "sdy.sharding_origin_name")
         into, out = (
             [
-                Pin(kind, f"{name}_{side}: {n}", self._once(_read_spec, sharding)[0])
+                Pin(kind, f"{name}_{side}: {n}", self._once(read_spec, sharding)[0])
                 for n, sharding in enumerate(
                     sdy.TensorShardingPerValueAttr(attributes[key]).shardings
                 )
@@ -332,17 +357,35 @@ class _Reader:
     def _read_loop(self, loop: Mlir, around: _Around) -> None:
         """What a loop carries is the value of the edge behind it, in its blocks too."""
         blocks, start = [region.blocks[0] for region in loop.regions], self._read_operands(loop)
-        for n, value in enumerate(loop.results):
-            users = (use.owner.operation for use in value.uses)
-            edge = next((each for each in users if each.name == "sdy.data_flow_edge"), None)
-            number = start[n] if edge is None else self._add_result(edge)
-            for block in blocks:
-                self._numbers[block.arguments[n]] = number
+        carried = [self._read_carried(loop, n, number) for n, number in enumerate(start)]
+        if not self._has_edges:
+            self._emit(
+                kind=LOOP,
+                name=name_of(loop),
+                location=loop.location,
+                operands=start,
+                results=tuple(carried),
+                times=around.times,
+            )
+        for block in blocks:
+            self._numbers.update(zip(block.arguments, carried, strict=True))
         turns = _count_turns(loop)
         times = None if turns is None or around.times is None else turns * around.times
         # The condition runs once more than the body, which matters to nobody.
         _, returned = [self._read_block(each, around._replace(times=times)) for each in blocks]
-        self._hand_on(loop.results, zip(start, returned, strict=True))
+        if self._has_edges:
+            self._hand_on(loop.results, zip(start, returned, strict=True))
+        else:
+            self._numbers.update(zip(loop.results, returned, strict=True))
+
+    def _read_carried(self, loop: Mlir, position: int, start: int) -> int:
+        """The number of a value that a loop carries."""
+        if not self._has_edges:
+            self.values.append(self.values[start])
+            return len(self.values) - 1
+        users = (use.owner.operation for use in loop.results[position].uses)
+        edge = next((each for each in users if each.name == "sdy.data_flow_edge"), None)
+        return start if edge is None else self._add_result(edge)
 
     # Operations
 
@@ -392,7 +435,8 @@ class _Reader:
         if "sdy.sharding" in attributes:
             shardings = sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
         else:  # Operations of Shardy have one result.
-            shardings = [attributes.get("sharding")] * len(operation.results)
+            own = attributes.get("out_sharding", attributes.get("sharding"))
+            shardings = [own] * len(operation.results)
         origins = attributes.get("sdy.sharding_origins")
         several = origins if isinstance(origins, ir.ArrayAttr) else [origins] * len(shardings)
         operands = self._read_operands(operation)
@@ -407,12 +451,23 @@ class _Reader:
             location=operation.location,
             operands=operands,
             results=results,
-            rule=None if rule is None else self._once(_read_rule, rule),
+            rule=None if rule is None else self._once(read_rule, rule),
             edges=_read_edges(attributes, operands, results),
             pin=pin,
             times=around.times,
             cuts=_read_cuts(attributes) if kind == "stablehlo.slice" else (),
+            mesh_axes=self._read_exchange(kind, attributes, (*operands, *results)),
         )
+
+    def _read_exchange(
+        self, kind: str, attributes: Mapping[str, Mlir], values: Sequence[int]
+    ) -> tuple[str, ...]:
+        axes: Iterable[str] = ()
+        if kind in _EXCHANGED:
+            axes = map("".join, _AXIS.findall(str(attributes[_EXCHANGED[kind]])))
+        elif kind == "sdy.collective_permute":
+            axes = (axis for n in values for own in self.values[n].spec or () for axis in own)
+        return tuple(dict.fromkeys(axes))
 
     def _emit(self, **fields: Any) -> None:
         number = len(self.operations)
@@ -447,7 +502,8 @@ def _read_type(kind: Mlir) -> tuple[tuple[int, ...], str]:
     return tuple(kind.shape), str(kind.element_type)
 
 
-def _read_spec(sharding: Mlir) -> tuple[Spec, tuple[bool, ...]]:
+def read_spec(sharding: Mlir) -> tuple[Spec, tuple[bool, ...]]:
+    """The mesh axes of each dimension of a layout, and whether it might get more."""
     given = sdy.TensorShardingAttr(sharding).dimension_shardings
     dims = [sdy.DimensionShardingAttr(each) for each in given]
     spec = tuple(tuple(_axis_text(axis) for axis in each.axes) for each in dims)
@@ -462,7 +518,8 @@ def _axis_text(axis: Mlir) -> str:
     return f"{reference.name}:({part.pre_size}){part.size}"
 
 
-def _read_rule(attribute: Mlir) -> Rule:
+def read_rule(attribute: Mlir) -> Rule:
+    """Which dimensions of an operation belong together, as Shardy writes it."""
     rule = sdy.OpShardingRuleAttr(attribute)
     operands, results = (
         tuple(
@@ -488,7 +545,7 @@ def _read_origins(entries: Mlir) -> dict[str, str]:
     return {each.name: ir.StringAttr(each.attr).value for each in entries}
 
 
-def _entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
+def read_entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
     """Attributes of each argument or result of a function."""
     attributes = function.attributes.get(name)
     if attributes is None:

@@ -1,0 +1,254 @@
+"""A train step as each device runs it, in one layout after the other, from one lowering.
+
+Which operations a step has depends on few things about a layout: the policy, the number of
+microbatches, whether parameters are gathered. For each of these *structures* the step is built and
+lowered once, in a layout whose rules are marks: each table and each logical axis is a mesh axis of
+size 1, which in the program stands wherever that table says something about that axis. For a
+candidate its own rules are asked at each mark (lowering takes a second, this a tenth).
+"""
+
+import collections
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from penzai_shard.arrays.structure import Leaf, leaves_of
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.problem import Problem
+from penzai_shard.errors import PlanError, ShardingWarning
+from penzai_shard.jax_internals.compiler import kept_arguments
+from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
+from penzai_shard.layouts.layout import Layout
+from penzai_shard.layouts.presets import TABLES
+from penzai_shard.propagation.flat import Operation, Propagated, Spec, Value
+from penzai_shard.propagation.partition import Mark, MarkedProgram
+from penzai_shard.rules import AxisRules, decide
+
+# A mesh axis beside the marks: JAX leaves constraints out on a mesh of one device.
+_REST = "rest"
+_PART = re.compile(r"\((\d+)\)(\d+)$")
+
+
+class _Tables(NamedTuple):
+    """A candidate's rules in the model's own names, by table, and what its program is like."""
+
+    rules: Mapping[str, AxisRules]
+    split: dict[str, tuple[Any, ...]]
+    structure: "_Structure"
+    mesh_sizes: tuple[tuple[str, int], ...]
+
+    def find_spec(self, table: str, names: tuple[Any, ...], shape: tuple[int, ...]) -> Spec:
+        """The mesh axes of each dimension of an array."""
+        decision = decide(self.rules[table].rules, names, shape, self.mesh_sizes)
+        if decision.problems:
+            raise PlanError("this layout cannot be priced:", decision.problems)
+        return decision.mesh_axes
+
+
+class _Structure(NamedTuple):
+    """What decides which operations the program of a layout has.
+
+    Attributes:
+        layout: The layout without its rules.
+        microbatches: In how many parts the batch is computed.
+        splits_layers: Whether what flows into layers and out of them is pinned.
+        splits_vocabulary: The same of vocabulary layers. Without a layout between blocks it makes
+            no difference.
+        gathers: Whether parameters are used otherwise than they are stored.
+        is_idle: Whether a mesh axis does not split the batch, so that gradients are pinned.
+    """
+
+    layout: Layout
+    microbatches: int
+    splits_layers: bool
+    splits_vocabulary: bool
+    gathers: bool
+    is_idle: bool
+
+
+def _read_tables(model: Any, candidate: Candidate) -> _Tables:
+    """Reads a candidate.
+
+    Raises:
+        RuleTypeError, MeshError: As ``Layout.for_model``.
+    """
+    layout, mesh = candidate.layout, candidate.mesh
+    found = layout.find_roles(model, mesh)
+    rules = {"optimizer": found.tables["parameters"], **found.tables}
+    named = [leaf for leaf in leaves_of(model) if leaf.names is not None]
+
+    def read(table: str) -> list[Spec]:
+        own = rules[table].rules
+        return [
+            decide(own, leaf.names, leaf.shape, candidate.mesh_sizes, "replicate").mesh_axes
+            for leaf in named
+        ]
+
+    gathers = read("parameters") != read("compute")
+    in_use = {axis for axis, size in candidate.mesh_sizes if size > 1}
+    is_idle = not in_use or not in_use <= {*mesh_axes_of("batch", [layout.compute])}
+    has_between, has_vocabulary = "between_blocks" in rules, bool(found.split["vocabulary"])
+    splits_layers = has_between or has_vocabulary or any(found.split[x] for x in IN_LAYERS)
+    splits_vocabulary = splits_layers and (has_vocabulary or not has_between)
+    without_rules = dataclasses.replace(
+        layout,
+        parameters={},
+        compute={},
+        optimizer=None,
+        between_blocks=None,
+        reshard_after_forward=gathers and layout.reshard_after_forward,
+    )
+    structure = _Structure(
+        without_rules,
+        candidate.microbatches,
+        splits_layers,
+        splits_vocabulary,
+        gathers,
+        gathers and is_idle,
+    )
+    split = found.split | {"vocabulary": ("vocabulary",) * splits_vocabulary}
+    return _Tables(rules, split, structure, candidate.mesh_sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class _MarkedLayout(Layout):
+    """A layout whose rules are marks, whatever the model."""
+
+    marks: FoundRoles
+
+    def find_roles(self, tree: Any, mesh: Any) -> FoundRoles:
+        """The marks."""
+        return self.marks
+
+
+class MarkedSteps:
+    """The steps of a model in any layout; each structure is lowered when it is first asked for.
+
+    Args:
+        problem: The step.
+        model: The model, which may have fewer blocks than the problem's.
+    """
+
+    def __init__(self, problem: Problem, model: Any) -> None:
+        self._problem, self._model = problem, model
+        leaves = [*leaves_of(model), *leaves_of(dict(problem.inputs))]
+        roles = [name for role in ("batch", "seq") for name in axes_of_role(role, problem.names)]
+        names = (name for leaf in leaves for name in leaf.names or ())
+        self._names = [name for name in dict.fromkeys((*roles, *names)) if name is not None]
+        self._shapes = [(x.names, x.shape) for x in leaves_of(model) if x.names is not None]
+        self._programs: dict[_Structure, tuple[MarkedProgram, list[Leaf]]] = {}
+
+    def place(self, candidate: Candidate) -> "DeviceProgram":
+        """The step as each device runs it in a layout.
+
+        Raises:
+            PlanError: A length does not divide.
+            RuleTypeError, MeshError: As ``Layout.build``.
+            PropagationError: Something runs per device, or Shardy refuses the program.
+        """
+        tables = _read_tables(self._model, candidate)
+        if tables.structure not in self._programs:
+            self._programs[tables.structure] = self._lower(tables)
+        program, leaves = self._programs[tables.structure]
+        specs = [self._find_spec(tables, mark) for mark in program.marks]
+        placed = program.place(dict(tables.mesh_sizes), specs)
+        # Constants that a function holds come first.
+        arguments = placed.arguments[len(placed.arguments) - len(leaves) :]
+        return DeviceProgram(placed, dict(zip(arguments, leaves, strict=True)))
+
+    def _lower(self, tables: _Tables) -> tuple[MarkedProgram, list[Leaf]]:
+        structure = tables.structure
+        layout, marks = structure.layout, {}
+        for table in TABLES:
+            marks[table] = AxisRules({x: f"{table}:{i}" for i, x in enumerate(self._names)})
+        if not structure.gathers:
+            # Parameters are gathered where these two differ.
+            marks["parameters"] = marks["compute"]
+        if not structure.splits_layers:
+            del marks["between_blocks"]
+        axes = {axis: 1 for own in marks.values() for rule in own.rules for axis in rule.mesh_axes}
+        axes[_REST] = max(2, math.prod(size for _, size in tables.mesh_sizes))
+        # Only what a layout itself says of the batch tells whether a mesh axis is idle.
+        known = (x for x in axes_of_role("batch", layout.names) if x in self._names)
+        batch = [f"compute:{self._names.index(name)}" for name in known][:1]
+        marked = _MarkedLayout(
+            **{field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
+            | {"compute": {"batch": batch + [_REST] * (not structure.is_idle)}},
+            marks=FoundRoles(marks, tables.split, ()),
+        )
+        candidate = Candidate(tuple(axes.items()), marked, structure.microbatches)
+        with warnings.catch_warnings():
+            # Warnings are for a layout that is built.
+            warnings.simplefilter("ignore", ShardingWarning)
+            step, state, inputs = self._problem.build(candidate, model=self._model)
+            lowerable = step.lowerable(state, **inputs)
+        lowered = lowerable.trace().lower(lowering_platforms=("cpu",))
+        kept = sorted(kept_arguments(lowered))
+        return MarkedProgram(lowered), [lowerable.leaves[number] for number in kept]
+
+    def _find_spec(self, tables: _Tables, mark: Mark) -> Spec | None:
+        """What a candidate says of a mark; None if it has no such table."""
+        table = next((axis.partition(":")[0] for axis in mark.axes if ":" in axis), None)
+        if table is None:
+            return ((),) * len(mark.shape)
+        if table not in tables.rules:
+            return None
+        names = tuple(
+            self._names[int(axis.partition(":")[2])] if axis else None for axis in mark.axes
+        )
+        if table in ("parameters", "optimizer") and (names, mark.shape) not in self._shapes:
+            # A statistic of some dimensions of a parameter lies as these do.
+            for whole, shape in self._shapes:
+                if {*names} <= {*whole}:
+                    spec = tables.find_spec(table, whole, shape)
+                    return tuple(spec[whole.index(x)] if x is not None else () for x in names)
+        return tables.find_spec(table, names, mark.shape)
+
+
+class DeviceProgram:
+    """A step as each device runs it, with its collectives.
+
+    Attributes:
+        operations: What is done, in XLA's order.
+        arguments: By the number of a value which array of the step it is.
+        results: The values that come out.
+        values: All values by number, with what they are on all devices.
+        makers: By the number of a value the operation that makes it.
+        users: By the number of a value the operations that take it.
+        shapes: By the number of a value the shape of the part that a device has.
+    """
+
+    def __init__(self, program: Propagated, arguments: Mapping[int, Leaf]) -> None:
+        self.operations, self.arguments = program.operations, arguments
+        self.results, self.values = program.results, program.values
+        self.mesh_sizes = program.mesh
+        self.makers = {value: each for each in self.operations for value in each.results}
+        self.users: dict[int, list[Operation]] = collections.defaultdict(list)
+        for each in self.operations:
+            for value in each.operands:
+                self.users[value].append(each)
+        self.shapes = [
+            tuple(-(-n // self.parts(axes)) for n, axes in zip(x.shape, spec_of(x), strict=True))
+            for x in self.values
+        ]
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """In how many parts mesh axes, or parts of them as ``data:(1)2``, split something."""
+        return math.prod(
+            int(part[2]) if (part := _PART.search(axis)) else self.mesh_sizes[axis] for axis in axes
+        )
+
+    def bytes(self, value: int) -> int:
+        """What a device has of a value."""
+        dtype = self.values[value].dtype
+        bits = re.search(r"\d+", dtype)
+        count = 2 if dtype.startswith("complex") else 1
+        return math.prod(self.shapes[value]) * count * max(int(bits[0]) // 8, 1) if bits else 0
+
+
+def spec_of(value: Value) -> Spec:
+    """The mesh axes of each dimension of a value, none where there is no layout."""
+    return value.spec or ((),) * len(value.shape)
