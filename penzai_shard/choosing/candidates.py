@@ -343,8 +343,12 @@ class _Maker:
     ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         """The ways to use the axes of a mesh: those of the batch, and those of the model."""
         used = [axis for axis, size in sizes.items() if size > 1]
-        own = [axis for axis in used if axis in ("replica", "data")]
-        free = [axis for axis in used if axis not in ("replica", "data", "model")]
+        if missing := {axis for over in self.kept.values() for axis in over} - {*sizes}:
+            self.left_out[f"a mesh without mesh axis {min(missing)!r}, which is kept"] += 1
+            return
+        split = {axis for role in ("seq", *self.split) for axis in self.kept.get(role, ())}
+        own = [axis for axis in used if axis in ("replica", "data") and axis not in split]
+        free = [axis for axis in used if axis not in ("replica", "data", "model", *split)]
         if "batch" in self.kept:
             own, free = [axis for axis in self.kept["batch"] if axis in used], []
         for count in range(len(free), -1, -1):
