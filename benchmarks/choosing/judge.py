@@ -326,10 +326,11 @@ def _is_added(value: Instruction, part: Mapping[str, Instruction], users: Users)
 
     A sum of n such values is reduced once, which the first of them stands for.
     """
+    groups = _groups_text(value)
     while [user.opcode for user in users[value.name]] == ["add"]:
         addition = users[value.name][0]
         first, second = (part[operand] for operand in addition.operands)
-        if first is second or not all(_is_sum(x, part, users) for x in (first, second)):
+        if first is second or not all(_is_sum(x, groups, part, users) for x in (first, second)):
             return False
         if value is second:
             return True
@@ -337,13 +338,20 @@ def _is_added(value: Instruction, part: Mapping[str, Instruction], users: Users)
     return False
 
 
-def _is_sum(value: Instruction, part: Mapping[str, Instruction], users: Users) -> bool:
-    """Whether a value is used once, and an all-reduce gives it, or a sum of such."""
+def _is_sum(value: Instruction, groups: str, part: Mapping[str, Instruction], users: Users) -> bool:
+    """Whether a value is used once, and an all-reduce in some groups gives it, or a sum of such."""
     if len(users[value.name]) != 1:
         return False
     if value.opcode == "all-reduce":
-        return not value.type.startswith("(")
-    return value.opcode == "add" and all(_is_sum(part[x], part, users) for x in value.operands)
+        return _groups_text(value) == groups
+    return value.opcode == "add" and all(
+        _is_sum(part[operand], groups, part, users) for operand in value.operands
+    )
+
+
+def _groups_text(one: Instruction) -> str:
+    found = re.search(r"replica_groups=(.*?), (?:use_global|to_apply|channel_id)", one.attributes)
+    return found[1] if found else ""
 
 
 # Groups of devices
