@@ -24,6 +24,7 @@ _BETWEEN_HOSTS = {"a100": 25e9, "a100-80gb": 25e9, "h100": 50e9, "h200": 50e9, "
 # Of all simulated devices together, measured on one core of a server's processor and rounded:
 # operations, and bytes of memory and of links, per second. Only their ratios matter.
 _SIMULATED = 120e9, 7e9, 10e9
+_NUMBERS = re.compile(r"\d+(x\d+)*")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B")
 
 
@@ -66,32 +67,33 @@ class Hardware:
         """
         problems = Problems(f"there is no hardware {name!r}:")
         kind, _, numbers = str(name).partition(":")
-        figures = next((each for each in topologies.FIGURES if each.kind == kind), None)
-        shape = tuple(int(n) for n in numbers.split("x") if n.isdecimal())
-        if (figures is None and kind != "cpu") or "x".join(map(str, shape)) != numbers:
-            kinds = [*(each.kind for each in topologies.FIGURES), "cpu"]
+        kinds = [*(figures.kind for figures in topologies.FIGURES), "cpu"]
+        if kind not in kinds or not _NUMBERS.fullmatch(numbers):
             near = nearest(kind, kinds)
-            fix = f"Write '{near}:{numbers or 8}'." if near and near != name else _EXAMPLES
+            fix = f"Write '{near}:{numbers if _NUMBERS.fullmatch(numbers) else 8}'."
             what = f"a name is a kind of device ({', '.join(kinds)}) and a number of them"
-            problems.add("", what, fix)
-        elif kind in _BETWEEN_HOSTS and len(shape) == 1:
-            hosts = -(-shape[0] // _GPUS_OF_A_HOST)
-            if shape[0] % hosts:
-                fix = f"Write '{kind}:{hosts * _GPUS_OF_A_HOST}', or '{kind}:{shape[0]}x1'."
+            problems.add("", what, fix if near else _EXAMPLES)
+            problems.raise_if_any(MeshError)
+        shape = tuple(map(int, numbers.split("x")))
+        if kind in _BETWEEN_HOSTS and len(shape) == 1:
+            hosts = max(shape[0] // _GPUS_OF_A_HOST, 1)
+            if shape[0] > hosts * _GPUS_OF_A_HOST:
+                fix = f"Write '{kind}:{(hosts + 1) * _GPUS_OF_A_HOST}', or '{kind}:{shape[0]}x1'."
                 problems.add("", f"they are no whole hosts of {_GPUS_OF_A_HOST}", fix)
             shape = hosts, shape[0] // hosts
-        problems.raise_if_any(MeshError)
-
-        if figures is None:
-            topology = topologies.Topology(name)
-            flops, bandwidth, link = (each / topology.device_count for each in _SIMULATED)
-            return cls(name, topology, flops, None, bandwidth, link)
-        config = "" if kind in topologies.SLICES else f'device_description_str: "{kind}"'
-        if kind in topologies.SLICES and len(shape) == 1:
+        elif kind in topologies.SLICES and len(shape) == 1:
             slices = topologies.SLICES[kind].all_shapes()
             shape = next((each for each in slices if math.prod(each) == shape[0]), shape)
+        problems.raise_if_any(MeshError)
+
         size = "x".join(map(str, shape))
-        topology = topologies.Topology(f"{'gpu' if config else kind}:{size}", config)
+        # Which GPUs they are is known here; a description of them is for compilers.
+        is_gpu = kind in _BETWEEN_HOSTS
+        topology = topologies.Topology(f"{'gpu' if is_gpu else kind}:{size}", "any" * is_gpu)
+        if kind == "cpu":
+            flops, bandwidth, link = (each / topology.device_count for each in _SIMULATED)
+            return cls(name, topology, flops, None, bandwidth, link)
+        figures = next(each for each in topologies.FIGURES if each.kind == kind)
         _, _, flops, memory, bandwidth, link = figures
         between = _BETWEEN_HOSTS.get(kind, 0.0)
         return cls(f"{kind}:{size}", topology, flops, int(memory), bandwidth, link, between)
@@ -223,6 +225,8 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
     elif is_number and hardware is None:
         fix = "Write hardware='v5e', or hardware='cpu' for simulated devices."
         problems.add("devices", f"how fast these {count:,} devices are is not known", fix)
+    elif not is_number and hardware is not None:
+        problems.add("hardware", f"{devices!r} says what they are already", "Leave it out.")
     limit = memory
     if isinstance(memory, str) and (found := _BYTES.fullmatch(memory)):
         power = " KMGT".index(found[2] or " ")

@@ -1,0 +1,205 @@
+"""Devices by name, what they send over a mesh, and the least time of a step on them."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import mesh_utils
+
+import penzai_shard as pzs
+from penzai_shard.choosing.cost import Sent, StepCost
+from penzai_shard.choosing.hardware import Hardware, read_devices, step_time
+from penzai_shard.inspection.topologies import SLICES, mesh_bandwidths
+from tests.refusals import problem_paths, problems_of
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "full_name", "count", "hosts", "flops"),
+    [
+        ("v5e:32", "v5e:4x8", 32, 1, 197e12),
+        ("v5p:4x4x8", "v5p:4x4x8", 128, 1, 459e12),
+        ("h100:16", "h100:2x8", 16, 2, 989.5e12),
+        ("h100:4", "h100:1x4", 4, 1, 989.5e12),
+        ("a100-80gb:2x6", "a100-80gb:2x6", 12, 2, 312e12),
+        ("cpu:8", "cpu:8", 8, 1, 15e9),
+    ],
+)
+def test_hardware_read(name, full_name, count, hosts, flops):
+    found = Hardware.read(name)
+    described = found.name, found.device_count, found.hosts, found.flops
+    assert described == (full_name, count, hosts, flops)
+    assert Hardware.read(full_name) == found
+    assert found.overlaps == (name != "cpu:8")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("v5ee:8", "'v5e:8'"),
+        ("H100:16", "'h100:16'"),
+        ("v5e", "'v5e:8'"),
+        ("8", "'v5e:32'"),
+        ("h100:12", "'h100:16'"),
+        ("h100:x8", "'h100:8'"),
+        ("v5e:16x4", "'v5e:8x8'"),
+        ("cpu:2x4", "'cpu:512'"),
+        (8, "'v5e:32'"),
+    ],
+)
+def test_hardware_read_refuses_what_there_is_not(name, fix):
+    (problem,) = problems_of(pzs.MeshError, Hardware.read, name)
+    assert fix in problem.fix
+
+
+# Meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What JAX looks at to lay a mesh."""
+
+    id: int
+    coords: tuple
+    device_kind: str
+    platform: str = "tpu"
+    core_on_chip: int = 0
+    slice_index: int = 0
+    process_index: int = 0
+
+
+def jax_lays(kind, shape, sizes):
+    """Whether ``jax.make_mesh`` would, with chips that need not be there."""
+    device_kind = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v4": "TPU v4"}
+    padded = (*shape, 1)[:3]
+    places = sorted(itertools.product(*map(range, padded)), key=lambda place: place[::-1])
+    chips = [Chip(i, place, device_kind[kind]) for i, place in enumerate(places)]
+    try:
+        # As jax.make_mesh has it, v5e may split an axis of its grid.
+        mesh_utils.create_device_mesh(sizes, chips, allow_split_physical_axes=kind == "v5e")
+    except NotImplementedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e:2x4", "v5e:4x4", "v5e:16x16", "v6e:4x8", "v5p:2x4x4", "v4:4x4x4", "v5p:4x8x8"]
+)
+def test_hardware_has_the_meshes_that_jax_lays(name):
+    hardware = Hardware.read(name)
+    kind, devices = name.partition(":")[0], hardware.device_count
+    for model in (2**n for n in range(devices.bit_length())):
+        sizes = {"data": devices // model, "model": model}
+        lays = jax_lays(kind, hardware.topology.shape, tuple(sizes.values()))
+        assert hardware.has_mesh(sizes) == lays, sizes
+
+
+@pytest.mark.parametrize("name", ["v5e:4x8", "v5e:8x16", "v5e:16x16"])
+def test_hardware_bandwidths_of_whole_axes_of_a_grid_are_those_of_its_links(name):
+    hardware = Hardware.read(name)
+    first, second = hardware.topology.shape
+    for sizes in ((first, second), (second, first), (first * second, 1), (1, first * second)):
+        mesh_sizes = dict(zip(("data", "model"), sizes, strict=True))
+        assert hardware.bandwidths(mesh_sizes) == mesh_bandwidths(hardware.topology, mesh_sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh_sizes", "rates"),
+    [
+        # Eight of a ring of 16 are a line. The others are a ring, and two columns, eight apart.
+        ("v5e:256", {"data": 32, "model": 8}, [112.5, 50]),
+        ("v5e:256", {"data": 4, "model": 64}, [25, 150]),
+        ("v5e:32", {"data": 16, "model": 2}, [75, 50]),
+        ("v5p:64", {"data": 4, "model": 16}, [200, 400]),
+        ("h100:16", {"data": 2, "model": 8}, [50, 450]),
+        # Each sends what it has to the other host, which is a seventh of what all get.
+        ("h100:16", {"data": 8, "model": 2}, [350, 450]),
+        ("h100:16", {"replica": 2, "data": 8}, [50, 450]),
+        ("h100:16", {"data": 16}, [450]),
+        ("cpu:8", {"data": 4, "model": 2}, [1.25, 1.25]),
+    ],
+)
+def test_hardware_bandwidths(name, mesh_sizes, rates):
+    found = Hardware.read(name).bandwidths(mesh_sizes)
+    assert list(found) == list(mesh_sizes)
+    np.testing.assert_allclose(list(found.values()), np.multiply(rates, GB))
+
+
+def test_hardware_bandwidths_never_sum_to_more_than_all_links():
+    for shape in SLICES["v5e"].all_shapes():
+        hardware = Hardware.read(f"v5e:{'x'.join(map(str, shape))}")
+        for model in (2**n for n in range(math.prod(shape).bit_length())):
+            sizes = {"data": hardware.device_count // model, "model": model}
+            assert sum(hardware.bandwidths(sizes).values()) <= 4 * hardware.link
+
+
+def test_hardware_bandwidths_refuse_a_mesh_of_other_devices():
+    with pytest.raises(pzs.MeshError):
+        Hardware.read("h100:8").bandwidths({"data": 16})
+
+
+# What choose_layout is given
+
+
+def test_read_devices_of_every_form():
+    mesh = pzs.make_mesh({"data": 8, "model": 4}, abstract=True)
+    named = read_devices("v5e:32")
+    assert (named.memory, named.mesh_sizes) == (int(15.75 * 2**30), None)
+    assert read_devices(32, "v5e") == read_devices(32, "v5e:4x8") == named
+    assert read_devices(32, Hardware.read("v5e:32")) == named
+    kept = read_devices(mesh, "v5e", "14GiB")
+    assert (kept.memory, kept.mesh_sizes) == (14 * 2**30, {"data": 8, "model": 4})
+    assert kept.words == "v5e:4x8, mesh (data=8, model=4)"
+
+
+def test_read_devices_asks_devices_that_are_there_what_they_are():
+    on = read_devices(jax.devices(), memory="2 GB")
+    assert (on.hardware, on.memory) == (Hardware.read("cpu:8"), 2 * 10**9)
+    mesh = pzs.make_mesh({"data": 8})
+    assert read_devices(mesh, memory=4096.0).hardware == on.hardware
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "paths"),
+    [
+        ((8,), pzs.RuleTypeError, ["devices"]),
+        (({"data": 8}, "v5e"), pzs.RuleTypeError, ["devices"]),
+        ((True, "v5e"), pzs.RuleTypeError, ["devices"]),
+        ((8.5, "v5e", "a lot"), pzs.RuleTypeError, ["devices", "memory"]),
+        (("v5e:8", None, 16), pzs.RuleTypeError, ["memory"]),
+        (("v5e:8", "v5e"), pzs.RuleTypeError, ["hardware"]),
+        ((16, "v5e:8"), pzs.MeshError, ["hardware"]),
+        (("cpu:8",), pzs.MeshError, ["memory"]),
+    ],
+)
+def test_read_devices_refuses_what_it_cannot_read(given, error, paths):
+    assert problem_paths(error, read_devices, *given) == paths
+
+
+# Times
+
+
+def test_step_time_is_the_longest_of_three():
+    hardware = Hardware.read("v5e:32")
+    sent = Sent("gradient", (), ("data",), 25 * GB), Sent("activation", (), ("model",), 5 * GB)
+    cost = StepCost(98.5e12, sent, {"optimizer": 81.9 * GB, "parameters": 1e15})
+    time = step_time(cost, {"data": 8, "model": 4}, hardware)
+    assert (time.compute, time.send, time.update) == (0.5, 0.5, 0.2)
+    assert time.by_mesh_axis == {"data": 0.5, "model": 0.1}
+    assert (time.bound, time.total) == (0.5, 1.2)
+
+
+def test_step_time_shares_what_goes_over_two_mesh_axes():
+    sent = (Sent("gradient", (), ("data", "model"), 10 * GB),)
+    time = step_time(StepCost(0.0, sent, {}), {"data": 8, "model": 4}, Hardware.read("v5e:32"))
+    assert (time.send, time.by_mesh_axis) == (0.1, {"data": 0.1, "model": 0.1})
+
+
+def test_step_time_of_simulated_devices_is_the_sum():
+    cost = StepCost(15e9, (Sent("gradient", (), ("data",), 1.25 * GB),), {"optimizer": 0.875e9 / 2})
+    time = step_time(cost, {"data": 8}, Hardware.read("cpu:8"))
+    assert (time.bound, time.compute) == (3.0, 1.0)
