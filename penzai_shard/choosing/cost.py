@@ -36,7 +36,7 @@ _WRITES = """
     reduce_window scatter select_and_scatter sort triangular_solve while"""
 _WRITING = frozenset(f"stablehlo.{name}" for name in _WRITES.split())
 _PARTS = {"params": "parameters", "opt_state": "optimizer"}
-_PHASES = ("forward", "backward", "optimizer")
+_PHASES = ("forward", "backward", "update")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _first_piece(leaf: Leaf) -> str:
 
 def _find_phase(operation: Operation) -> str:
     if OPTIMIZER in operation.name.split("/"):
-        return "optimizer"
+        return "update"
     return "backward" if "transpose(" in operation.name else "forward"
 
 
@@ -261,7 +261,7 @@ class _Traffic:
         shape = tuple(sorted(program.values[each.results[0]].shape))
         alike = self._parameters.get(shape)
         names = tuple(alike.names or ()) if alike is not None else ()
-        if phase == "optimizer":
+        if phase == "update":
             return "parameter" if each.kind == _GATHER else "gradient", names
         return ("gradient", names) if phase == "backward" and alike else ("activation", ())
 
@@ -356,7 +356,7 @@ def _order_by_time(program: DeviceProgram) -> list[Operation]:
     operations = [each for each in program.operations if each.results]
     for each in operations:
         place: float = each.order
-        if _find_phase(each) == "optimizer" or each.kind in _CONSTANTS or each.mesh_axes:
+        if _find_phase(each) == "update" or each.kind in _CONSTANTS or each.mesh_axes:
             place = max((places.get(value, -1) for value in each.operands), default=-1)
         places.update(dict.fromkeys(each.results, place))
     for each in reversed(operations):
