@@ -8,13 +8,15 @@ overrides, a wrong one a wrong layout.
 import collections
 import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 
 from penzai_shard.naming.axis_names import AxisNames
 from penzai_shard.naming.facts import DOT, Classes, Facts, Product, cover, sources_of
 from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
+from penzai_shard.naming.trace import CalledArray
 from penzai_shard.paths import fold_key, pattern_parts
 from penzai_shard.propagation.flat import FLOW
 from penzai_shard.rules import TRANSFORMER_AXES
@@ -71,7 +73,7 @@ def name_classes(facts: Facts) -> AxisNames:
     tell_streams_apart(facts, names)
     _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
-        if part not in names.names and part not in facts.in_weights:
+        if part not in names.names:
             names.call(part, name, "an input has that name, and the program ties both")
     return names
 
@@ -124,32 +126,44 @@ def _contracted_together(facts: Facts) -> Classes:
 def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
     """What inputs are looked up in, if it is the only such table or as long as the logits are."""
     embedding = names.with_role("embedding")
-    tables, targets = set(), set()
+    tables, logits = dict[AxisClass, Classes](), dict[AxisClass, Classes]()
     for each in facts.lookups:
-        if each.rows not in facts.in_weights:
-            continue
+        index = frozenset(part for part in facts.classes(each.index) if part.size > 1)
         if each.operation.operands[0] in facts.from_inputs:
-            targets.add(each.rows)
-            continue
-        weights = facts.in_weights[each.rows]
-        is_begin = any(not embedding.isdisjoint(weight.classes) for weight in weights)
-        words = {word for weight in weights for word in _read_words(weight.path)}
-        if each.index in facts.from_inputs - facts.from_weights and words.isdisjoint(_NO_TOKENS):
-            tables |= {each.rows} if is_begin or not embedding else set()
-    given = {part for each in facts.call.inputs for part in each.classes if part in facts.of_inputs}
-    for value in facts.program.results:
-        *before, last = facts.call.dims[value] or [()]
-        if before and len(last) == 1 and given <= {part for parts in before for part in parts}:
-            targets |= facts.in_weights.keys() & {*last}
-    chosen = tables & targets or {p for p in tables if p.size in {each.size for each in targets}}
-    if len(chosen := chosen or tables) != 1:
-        return
-    (rows,) = chosen
-    names.give(rows, _VOCABULARY, "rows are looked up along it by an input")
-    alike = [part for part in targets if part.size == rows.size]
-    if len(alike) == 1:
-        reason = "results have it last, and it is as long as the vocabulary"
-        names.give(alike[0], _VOCABULARY, reason)
+            logits[each.rows] = index
+        elif each.index in facts.from_inputs - facts.from_weights:
+            weights = facts.in_weights.get(each.rows, ())
+            is_begin = any(not embedding.isdisjoint(weight.classes) for weight in weights)
+            words = {word for weight in weights for word in _read_words(weight.path)}
+            if weights and (is_begin or not embedding) and words.isdisjoint(_NO_TOKENS):
+                tables[each.rows] = index
+    logits |= _find_last(facts)
+    chosen = tables.keys() & logits.keys() or {
+        rows
+        for rows, index in tables.items()
+        if any(part.size == rows.size and index <= beside for part, beside in logits.items())
+    }
+    # An index of which another input has more dimensions, as of an image, is its label.
+    real = [{*each.classes} for each in facts.call.inputs if _read_kind(facts, each) == "f"]
+    unlabelled = {rows for rows, index in tables.items() if not any(index < own for own in real)}
+    if len(chosen := chosen or unlabelled) == 1:
+        names.give(min(chosen), _VOCABULARY, "rows are looked up along it by an input")
+
+
+def _read_kind(facts: Facts, array: CalledArray) -> str:
+    """Whether an input is of floats, ``"f"``, or of integers, ``"i"``."""
+    dtype = "" if array.value is None else facts.program.values[array.value].dtype
+    return dtype.removeprefix("b").removeprefix("u")[:1]
+
+
+def _find_last(facts: Facts) -> dict[AxisClass, Classes]:
+    """The last dimensions of results, with those before them, as of logits."""
+    dims = (facts.call.dims[value] for value in facts.program.results)
+    return {
+        each[-1][0]: frozenset(itertools.chain(*each[:-1]))
+        for each in dims
+        if each and len(each[-1]) == 1 and each[-1][0] in facts.in_weights
+    }
 
 
 def _read_words(path: str) -> Iterator[str]:
@@ -158,19 +172,30 @@ def _read_words(path: str) -> Iterator[str]:
 
 
 def _name_layers(facts: Facts, names: AxisNames) -> None:
-    """What loops take from several weights one by one, each for the next, or slices by hand."""
-    passed_on = _find_passed_on(facts)
-    starts = collections.defaultdict[AxisClass, set[int]](set)
+    """What is taken one by one from several weights, by a loop or by hand, each for the next."""
+    taken = collections.defaultdict[AxisClass, list[tuple[list[int], list[int], float]]](list)
+    for (counter, part), values in _find_stepped(facts).items():
+        # A loop ends with the last of the operations that hand on what it carries.
+        own = facts.makers[counter]
+        last = own.number
+        for each in facts.program.operations:
+            if each.number == last + 1 and (each.kind, each.name) == (FLOW, own.name):
+                last += 1
+        taken[part].append((values, values, last))
+    first = {weight.parts[0][0] for weight in facts.call.weights if len(weight.classes) > 1}
+    cut = collections.defaultdict[AxisClass, dict[int, list[int]]](dict)
     for operation, parts, _, (start, end, _) in facts.cuts:
-        if end - start == 1 and len(parts) == 1 and operation.operands[0] not in facts.from_inputs:
-            starts[parts[0]].add(start)
-    by_hand = {part for part, found in starts.items() if len(found) == part.size > 1}
-    stacked = [weight for weight in facts.call.weights if len(weight.classes) > 1]
-    first = {weight.parts[0][0] for weight in stacked if weight.parts[0]}
+        is_one = end - start == 1 and len(parts) == 1 and parts[0] in first
+        if is_one and operation.operands[0] not in facts.from_inputs:
+            cut[parts[0]].setdefault(start, []).append(operation.results[0])
+    for part, elements in cut.items():
+        if len(elements) == part.size > 1:
+            taken[part].append((elements[0], elements[1], math.inf))
     by_length = collections.defaultdict[int, set[tuple[AxisClass, str]]](set)
-    for part in ((by_hand & first) | passed_on) - facts.of_inputs.keys() & facts.in_weights.keys():
-        paths = {fold_key(weight.path) for weight in facts.in_weights[part]}
-        by_length[part.size] |= {(part, path) for path in paths}
+    for part in taken.keys() & facts.in_weights.keys() - facts.of_inputs.keys():
+        if any(_is_used_after(facts, *each) for each in taken[part]):
+            paths = {fold_key(weight.path) for weight in facts.in_weights[part]}
+            by_length[part.size] |= {(part, path) for path in paths}
     for found in by_length.values():
         if len({path for _, path in found}) > 1:
             for part, _ in sorted(found):
@@ -178,36 +203,31 @@ def _name_layers(facts: Facts, names: AxisNames) -> None:
                 names.give(part, "layers", reason)
 
 
-def _find_passed_on(facts: Facts) -> Set[AxisClass]:
-    """What a loop takes one by one, to multiply with each what it made with the one before.
-
-    Chunks of neurons, heads and experts, whose results a loop only adds, are not so.
-    """
+def _find_stepped(facts: Facts) -> Mapping[tuple[int, AxisClass], list[int]]:
+    """What loops take of weights one by one, by their counter and the class of the elements."""
     taken = collections.defaultdict[tuple[int, AxisClass], list[int]](list)
     for operation, dim, counter in indices_of_loops(facts.program):
         of_weights = operation.operands[0] in facts.from_weights
         if operation.kind == "stablehlo.dynamic_slice" and of_weights:
             for part in facts.call.dims[operation.operands[0]][dim]:
                 taken[counter, part].append(operation.results[0])
-    found = set()
-    for (counter, part), values in taken.items():
-        # A loop ends with the last of the operations that hand on what it carries.
-        own = facts.makers[counter]
-        last = own.number
-        for operation in facts.program.operations:
-            if operation.number == last + 1 and (operation.kind, operation.name) == (
-                FLOW,
-                own.name,
-            ):
-                last += 1
-        reached = facts.reached(values, last)
-        if any(
-            each.data in facts.reached(each.operation.results, last)
-            for each in facts.with_weights
-            if each.operation.number < last and each.weight_operand in reached
-        ):
-            found.add(part)
-    return found
+    return taken
+
+
+def _is_used_after(facts: Facts, first: Sequence[int], second: Sequence[int], last: float) -> bool:
+    """Whether a weight is multiplied with what the one before it in a stack made.
+
+    Chunks of neurons, heads and experts are not: their results are only added.
+    """
+    products = [each for each in facts.with_weights if each.operation.number < last]
+    of_first, of_second = facts.reached(first, last), facts.reached(second, last)
+    before = [each for each in products if each.weight_operand in of_first]
+    for each in (each for each in products if each.weight_operand in of_second):
+        # In a loop, what comes before a product is the same product one turn earlier.
+        made = [one.operation.results[0] for one in ([each] if first is second else before)]
+        if each.data in facts.reached(made, last):
+            return True
+    return False
 
 
 # Attention
@@ -401,20 +421,25 @@ def _name_ranks(facts: Facts, names: AxisNames) -> None:
 
 
 def _name_outputs(facts: Facts, names: AxisNames) -> None:
-    """What products make of the embedding for results alone."""
-    embedding = names.with_role("embedding")
+    """What products make of the embedding for results alone: the vocabulary again, or others."""
+    embedding, vocabulary = names.with_role("embedding"), names.with_role(_VOCABULARY)
     made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
-    of_inputs = {part for each in facts.call.inputs for part in each.classes}
-    last = {
-        dims[-1][0]
-        for dims in map(facts.call.dims.__getitem__, facts.program.results)
-        if dims and len(dims[-1]) == 1 and of_inputs & {part for parts in dims for part in parts}
+    looked_up = {
+        each.rows for each in facts.lookups if each.operation.operands[0] in facts.from_inputs
     }
-    # What is as long as a table may be its vocabulary.
-    sizes = {each.rows.size for each in facts.lookups}
-    found = names.without_role(made & last & facts.in_weights.keys())
-    found = [part for part in found if part.size not in sizes]
-    if len(found) == 1:
+    last, lengths = _find_last(facts), {part.size for part in vocabulary}
+    found = names.without_role(made & (last.keys() | looked_up))
+    logits = [part for part in found if part.size in lengths]
+    if len(logits) == 1:
+        reason = "results have it last, and it is as long as the vocabulary"
+        names.give(logits[0], _VOCABULARY, reason)
+    inputs = facts.call.inputs
+    tokens = {p for each in inputs if _read_kind(facts, each) == "i" for p in each.classes}
+    given = {part for each in inputs for part in each.classes}
+    # Where no vocabulary is found, what each token has may be it.
+    is_open = not vocabulary and bool(tokens)
+    found = [part for part in found if part in last and given & last[part] and part not in logits]
+    if len(found) == 1 and not (is_open and tokens <= last[found[0]]):
         reason = "a product makes it of the embedding, and results have it"
         names.give(found[0], "outputs", reason)
 
@@ -438,6 +463,26 @@ def _name_positions(facts: Facts, names: AxisNames) -> None:
         if is_cut and is_table and after[0] in facts.of_inputs:
             reason = "as many of its elements are taken as an input is long"
             names.give(before[0], "positions", reason)
+    tables = {each.value: each for each in facts.call.weights if len(each.classes) > 1}
+    reads = [each for each in facts.with_weights if each.contracted & embedding]
+    read = {part for each in reads for part in facts.classes(each.data) if part.size > 1}
+    for operation in facts.program.operations if embedding else ():
+        if operation.kind != "stablehlo.add":
+            continue
+        for operand, other in itertools.permutations(operation.operands):
+            found = (tables[v] for v in facts.moved_from(operand) if v in tables)
+            for weight in found:
+                beside = facts.classes(operand) & {*weight.classes}
+                rest = sorted(beside & read - embedding)
+                # What is added to something made of itself is a stream that begins as a weight.
+                is_begin = other in facts.reached([weight.value])
+                if (
+                    beside & embedding
+                    and len(rest) == 1
+                    and (rest[0],) in weight.parts
+                    and not is_begin
+                ):
+                    names.give(rest[0], "positions", "a weight of it is added to the embedding")
 
 
 def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
@@ -461,10 +506,21 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
         used = [frozenset(k for v, _ in run for k in uses.get(v, ())) for run in runs.values()]
         if not all(used) or len({*used}) < 2:
             continue
-        text = "qkv" if len(runs) == 3 else "kv" if "v" in frozenset().union(*used) else "qk"
+        is_both = any("v" in kinds and len(kinds) > 1 for kinds in used)
+        text = (
+            "qkv"
+            if len(runs) == 3 or is_both
+            else "kv"
+            if "v" in {*itertools.chain(*used)}
+            else "qk"
+        )
         roles = {names.roles.get(p) for run in runs.values() for _, parts in run for p in parts}
-        role = text if roles <= heads else f"{text}_projection"
-        names.give(part, role, "they stand one after the other along it")
+        lengths = {end - start for start, end in runs}
+        # Of equal projections the axis is a product, which the program does not show.
+        if roles <= heads:
+            names.give(part, text, "they stand one after the other along it")
+        elif len(lengths) > 1:
+            names.give(part, f"{text}_projection", "they stand one after the other along it")
 
 
 def _name_gates(facts: Facts, names: AxisNames) -> None:
@@ -491,3 +547,8 @@ def _leave_unequal_open(facts: Facts, names: AxisNames) -> None:
         for part in names.with_role(role) if len(counts) > 1 else ():
             if part.size != counts.most_common(1)[0][0]:
                 names.take_back(part, f"it is not as long as what else would be {role!r}")
+    for classes in {facts.classes(value) for value in facts.makers}:
+        roles = collections.Counter(names.roles.get(part) for part in classes)
+        for part in sorted(classes & names.roles.keys()):
+            if roles[names.roles[part]] > 1:
+                names.take_back(part, "it is one of two that a value has at once")
