@@ -443,7 +443,8 @@ class _Maker:
         self, sizes: Mapping[str, int], batch: tuple[str, ...], model: tuple[str, ...]
     ) -> Iterator[AxisRules | None]:
         """How activations lie between blocks."""
-        lengths = [self.problem.sizes.get(name, 1) for name in axes_of_role("seq", self.names)]
+        sizes_of = self.problem.sizes
+        lengths = [sizes_of[name] for name in axes_of_role("seq", self.names) if name in sizes_of]
         for over in [self.kept["seq"]] if "seq" in self.kept else [(), model]:
             # Where the last token is a target only, the model sees one less.
             divides = any(
