@@ -134,34 +134,39 @@ def tell_streams_apart(facts: Facts, names: AxisNames) -> None:
     Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
     and that of ``stages.0`` not that of ``stages.1``. Where no word tells them apart, the one that
     begins at the vocabulary is the embedding; where none does, the one that more than twice as many
-    weights have as all others, as those of blocks do beside those of a pooling behind them.
+    weights have as all others, as those of blocks do beside those of a pooling behind them. What
+    blocks of the others have stays open with them.
     """
     streams = sorted(names.with_role("embedding"))
-    if len(streams) < 2:
-        return
-    words = _find_words(facts, streams)
+    words = _find_words(facts, streams) if len(streams) > 1 else None
     if words is not None:
-        labels = {stream: "_".join(part) for part, stream in words.streams.items()}
-        for stream, word in labels.items():
-            reason = f"blocks under {word!r} have a residual stream that nothing ties to others"
-            names.call(stream, f"{word}_embedding", reason)
+        for word, stream in words.streams.items():
+            label = "_".join(word)
+            reason = f"blocks under {label!r} have a residual stream that nothing ties to others"
+            names.call(stream, f"{label}_embedding", reason)
         for part, stream in _find_owners(facts, names, words):
-            reason = f"{names.reasons[part]}, of the stream of {labels[stream]!r}"
-            names.call(part, f"{labels[stream]}_{names.roles[part]}", reason)
+            label = next("_".join(word) for word, each in words.streams.items() if each == stream)
+            reason = f"{names.reasons[part]}, of the stream of {label!r}"
+            names.call(part, f"{label}_{names.roles[part]}", reason)
         return
-    vocabulary = names.with_role("vocabulary")
-    begins = [
-        stream
-        for stream in streams
-        if any(not vocabulary.isdisjoint(each.classes) for each in facts.in_weights[stream])
-    ]
-    counts = {stream: len(facts.in_weights[stream]) for stream in streams}
-    most = [stream for stream in streams if counts[stream] > sum(counts.values()) * 2 / 3]
-    kept = begins or most
-    for stream in streams:
-        if kept != [stream]:
-            doubt = "it is one of several residual streams, which nothing ties"
-            names.take_back(stream, doubt)
+    kept = {*streams}
+    if len(streams) > 1:
+        vocabulary = names.with_role("vocabulary")
+        counts = {stream: len(facts.in_weights[stream]) for stream in streams}
+        kept = {stream for stream in streams if _beside(facts, stream) & vocabulary}
+        kept = kept or {one for one in streams if counts[one] > sum(counts.values()) * 2 / 3}
+        kept = kept if len(kept) == 1 else set()
+    for part, role in list(names.roles.items()):
+        beside = _beside(facts, part)
+        if part in streams and part not in kept:
+            names.take_back(part, "it is one of several residual streams, which nothing ties")
+        elif streams and role not in _COMMON and beside and not beside & kept:
+            names.take_back(part, "it is of a residual stream that is not decided")
+
+
+def _beside(facts: Facts, part: AxisClass) -> Set[AxisClass]:
+    """What weights have beside a class."""
+    return {each for weight in facts.in_weights.get(part, ()) for each in weight.classes} - {part}
 
 
 def _find_words(facts: Facts, streams: Sequence[AxisClass]) -> _Words | None:
