@@ -9,6 +9,7 @@ candidate its own rules are asked at each mark (lowering takes a second, this a 
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 import warnings
@@ -26,6 +27,7 @@ from penzai_shard.layouts.presets import TABLES
 from penzai_shard.propagation.flat import Operation, Propagated, Spec, Value
 from penzai_shard.propagation.partition import Mark, MarkedProgram
 from penzai_shard.rules import AxisRules, decide
+from penzai_shard.specs import part_count
 
 # A mesh axis beside the marks: JAX leaves constraints out on a mesh of one device.
 _REST = "rest"
@@ -164,13 +166,18 @@ class MarkedSteps:
         layout, marks = structure.layout, {}
         for table in TABLES:
             marks[table] = AxisRules({x: f"{table}:{i}" for i, x in enumerate(self._names)})
+        # Gradients and updates are computed where an array of the optimizer is split finer.
+        finer = [(x.logical_axis, (*x.mesh_axes, _REST)) for x in marks["optimizer"].rules]
+        marks["optimizer"] = AxisRules([*finer, *marks["optimizer"].rules])
         if not structure.gathers:
             # Parameters are gathered where these two differ.
             marks["parameters"] = marks["compute"]
         if not structure.splits_layers:
             del marks["between_blocks"]
         axes = {axis: 1 for own in marks.values() for rule in own.rules for axis in rule.mesh_axes}
-        axes[_REST] = max(2, math.prod(size for _, size in tables.mesh_sizes))
+        # All devices divide a batch that leaves no mesh axis idle, and so does this.
+        devices = math.prod(size for _, size in tables.mesh_sizes)
+        axes[_REST] = next((n for n in range(2, devices) if devices % n == 0), max(devices, 2))
         # Only what a layout itself says of the batch tells whether a mesh axis is idle.
         known = (x for x in axes_of_role("batch", layout.names) if x in self._names)
         batch = [f"compute:{self._names.index(name)}" for name in known][:1]
@@ -199,6 +206,11 @@ class MarkedSteps:
         names = tuple(
             self._names[int(axis.partition(":")[2])] if axis else None for axis in mark.axes
         )
+        if table == "optimizer" and mark.is_constraint:
+            # Gradients lie as the parameter where the optimizer's arrays are not split finer.
+            both = (tables.find_spec(x, names, mark.shape) for x in ("parameters", "optimizer"))
+            sizes = dict(tables.mesh_sizes)
+            return max(both, key=lambda spec: part_count(itertools.chain(*spec), sizes))
         if table in ("parameters", "optimizer") and (names, mark.shape) not in self._shapes:
             # A statistic of some dimensions of a parameter lies as these do.
             for whole, shape in self._shapes:

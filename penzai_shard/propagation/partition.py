@@ -41,10 +41,17 @@ _TYPE_BEHIND = re.compile(r"(?: \{[^{}]*\})? : tensor<((?:\d+x)*)")
 
 
 class Mark(NamedTuple):
-    """A layout in a lowered program: the first mesh axis of each dimension, or ``""``."""
+    """A layout in a lowered program.
+
+    Attributes:
+        axes: The first mesh axis of each dimension, or ``""``.
+        shape: The shape of what lies so.
+        is_constraint: Whether it is of a constraint, and not of an argument or a result.
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
+    is_constraint: bool
 
 
 class MarkedProgram:
@@ -65,7 +72,7 @@ class MarkedProgram:
     >>> traced = jax.jit(lambda x: x.sum(0)).trace(x)
     >>> program = MarkedProgram(traced.lower(lowering_platforms=("cpu",)))
     >>> program.marks
-    [Mark(axes=('rows', ''), shape=(8, 2))]
+    [Mark(axes=('rows', ''), shape=(8, 2), is_constraint=False)]
     >>> placed = program.place({"data": 4}, [(("data",), ())])
     >>> [each.kind for each in placed.operations if each.mesh_axes]
     ['sdy.all_reduce']
@@ -120,12 +127,11 @@ class MarkedProgram:
 
 def _read_mark(found: re.Match[str]) -> Mark:
     axes = tuple((_AXIS.findall(dim) or [""])[0] for dim in _DIM.findall(found[1]))
-    lengths = _TYPE_BEHIND.match(found.string, found.end())
-    if lengths is None:
-        start = found.string.rfind("tensor<", 0, found.start())
-        lengths = _LENGTHS.match(found.string, start)
+    behind = _TYPE_BEHIND.match(found.string, found.end())
+    start = found.string.rfind("tensor<", 0, found.start())
+    lengths = behind or _LENGTHS.match(found.string, start)
     assert lengths is not None
-    return Mark(axes, tuple(map(int, re.findall(r"\d+", lengths[1]))))
+    return Mark(axes, tuple(map(int, re.findall(r"\d+", lengths[1]))), behind is not None)
 
 
 # Products
