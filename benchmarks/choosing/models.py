@@ -56,7 +56,20 @@ def token_struct(batch: int, seq: int) -> jax.ShapeDtypeStruct:
     return struct(batch, seq, dtype=jnp.int32)
 
 
-def make_weights(names: Mapping[str, tuple[Any, ...]], lengths: Mapping[str, int]) -> Any:
+def read_names(text: str, path: str = "") -> dict[str, tuple[Any, ...]]:
+    """The names of each weight below a path; ``-`` stands for a dimension without one.
+
+    >>> read_names("up: embedding neurons, bias: neurons", "mlp.")
+    {'mlp.up': ('embedding', 'neurons'), 'mlp.bias': ('neurons',)}
+    """
+    pairs = (entry.split(":") for entry in text.split(","))
+    return {
+        f"{path}{name.strip()}": tuple(None if axis == "-" else axis for axis in axes.split())
+        for name, axes in pairs
+    }
+
+
+def make_weights(names: Mapping[str, tuple[Any, ...]], **lengths: int) -> Any:
     """Named structs; an axis without a name is of a kernel that is three wide."""
     structs = {
         path: struct(*(lengths[axis] if axis else 3 for axis in axes))
@@ -110,10 +123,9 @@ def attend(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
     return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, -1), v)
 
 
-ATTENTION_NAMES = {
-    **dict.fromkeys("qkv", ("embedding", "heads", "projection")),
-    "o": ("heads", "projection", "embedding"),
-}
+ATTENTION = ", ".join(f"{x}: embedding heads projection" for x in "qkv")
+ATTENTION += ", o: heads projection embedding"
+FEED_FORWARD = "up: embedding neurons, down: neurons embedding"
 
 
 def attention_block(w: Any, path: str, x: Any, context: Any = None, is_causal: bool = True) -> Any:
@@ -211,17 +223,19 @@ def mlp(batch: int, embedding: int = 2048, neurons: int = 8192, layers: int = 2)
 
 
 def gpt2(batch: int, seq: int, embedding: int = 1024) -> Step:
-    """Queries, keys and values from one weight, by heads first."""
-    names = {
-        "wte": ("vocabulary", "embedding"),
-        "wpe": ("positions", "embedding"),
-        "c_attn": ("embedding", "heads"),
-        "c_proj": ("heads", "embedding"),
-        "up": ("embedding", "neurons"),
-        "down": ("neurons", "embedding"),
+    """Queries, keys and values from one weight, by heads first: three times as long as heads."""
+    names = read_names(
+        "wte: vocabulary embedding, wpe: positions embedding, c_attn: embedding heads,"
+        f"c_proj: heads embedding, {FEED_FORWARD}"
+    )
+    structs = {
+        "wte": struct(50_304, embedding),
+        "wpe": struct(seq, embedding),
+        "c_attn": struct(embedding, 3 * embedding),
+        "c_proj": struct(embedding, embedding),
+        "up": struct(embedding, 4 * embedding),
+        "down": struct(4 * embedding, embedding),
     }
-    lengths = {"vocabulary": 50_304, "positions": seq, "embedding": embedding}
-    lengths |= {"heads": embedding, "neurons": 4 * embedding}
 
     def apply(w: Any, tokens: Any) -> Any:
         x = w["wte"][tokens] + w["wpe"][jnp.arange(tokens.shape[1])]
@@ -231,23 +245,20 @@ def gpt2(batch: int, seq: int, embedding: int = 1024) -> Step:
         x = x + jax.nn.gelu(normalise(x) @ w["up"]) @ w["down"]
         return normalise(x) @ w["wte"].T
 
-    # The heads of one weight are those of queries, keys and values: three times as long.
-    structs = pzs.without_names(make_weights(names, lengths))
-    structs["c_attn"] = struct(embedding, 3 * embedding)
     inputs = {"tokens": token_struct(batch, seq)}
     return classify(pzs.name_axes(structs, names), apply, inputs, ADAMW)
 
 
 def encoder_decoder(batch: int, seq: int) -> Step:
     """One block that reads all of a sequence, and one that reads it while writing another."""
-    names: dict[str, tuple[str, ...]] = {"table": ("vocabulary", "embedding")}
-    for part in ("encoder.", "decoder.", "cross."):
-        names |= {f"{part}{name}": axes for name, axes in ATTENTION_NAMES.items()}
-    for part in ("encoder.", "decoder."):
-        names |= {f"{part}up": ("embedding", "neurons"), f"{part}down": ("neurons", "embedding")}
-    names["head"] = ("embedding", "vocabulary")
-    lengths = {"vocabulary": 16_384, "embedding": 512, "heads": 8, "projection": 64}
-    lengths["neurons"] = 2048
+    names = read_names("table: vocabulary embedding, head: embedding vocabulary")
+    names |= read_names(f"{ATTENTION}, {FEED_FORWARD}", "encoder.")
+    names |= read_names(f"{ATTENTION}, {FEED_FORWARD}", "decoder.") | read_names(
+        ATTENTION, "cross."
+    )
+    weights = make_weights(
+        names, vocabulary=16_384, embedding=512, heads=8, projection=64, neurons=2048
+    )
 
     def feed_forward(w: Any, part: str, x: Any) -> Any:
         return x + jax.nn.relu(normalise(x) @ w[f"{part}up"]) @ w[f"{part}down"]
@@ -260,19 +271,16 @@ def encoder_decoder(batch: int, seq: int) -> Step:
         return feed_forward(w, "decoder.", x) @ w["head"]
 
     inputs = dict.fromkeys(("sources", "targets"), token_struct(batch, seq))
-    return classify(make_weights(names, lengths), apply, inputs, ADAMW)
+    return classify(weights, apply, inputs, ADAMW)
 
 
 def experts(batch: int, seq: int) -> Step:
     """Experts of which each computes every token, weighed by a router."""
-    names = {
-        "table": ("vocabulary", "embedding"),
-        "router": ("embedding", "experts"),
-        "up": ("experts", "embedding", "neurons"),
-        "down": ("experts", "neurons", "embedding"),
-        "head": ("embedding", "vocabulary"),
-    }
-    lengths = {"vocabulary": 8192, "embedding": 1024, "experts": 8, "neurons": 2048}
+    names = read_names(
+        "table: vocabulary embedding, router: embedding experts, up: experts embedding neurons,"
+        "down: experts neurons embedding, head: embedding vocabulary"
+    )
+    weights = make_weights(names, vocabulary=8192, embedding=1024, experts=8, neurons=2048)
 
     def apply(w: Any, tokens: Any) -> Any:
         x = w["table"][tokens]
@@ -281,18 +289,16 @@ def experts(batch: int, seq: int) -> Step:
         return (x + jnp.einsum("bsxn,xne,bsx->bse", hidden, w["down"], share)) @ w["head"]
 
     inputs = {"tokens": token_struct(batch, seq)}
-    return classify(make_weights(names, lengths), apply, inputs, ADAMW)
+    return classify(weights, apply, inputs, ADAMW)
 
 
 def tables(batch: int) -> Step:
     """Few products over tables with many rows, as for what people have clicked on."""
-    names = {
-        "users": ("vocabulary", "embedding"),
-        "items": ("vocabulary", "embedding"),
-        "up": ("embedding", "neurons"),
-        "head": ("neurons", "classes"),
-    }
-    lengths = {"vocabulary": 1_048_576, "embedding": 64, "neurons": 1024, "classes": 64}
+    names = read_names(
+        "users: vocabulary embedding, items: vocabulary embedding, up: embedding neurons,"
+        "head: neurons classes"
+    )
+    weights = make_weights(names, vocabulary=1_048_576, embedding=64, neurons=1024, classes=64)
 
     def apply(w: Any, users: Any, items: Any, chosen: Any) -> Any:
         del chosen
@@ -301,16 +307,14 @@ def tables(batch: int) -> Step:
 
     inputs = dict.fromkeys(("users", "items"), token_struct(batch, 16))
     inputs["chosen"] = struct(batch, dtype=jnp.int32)
-    return classify(make_weights(names, lengths), apply, inputs, ADAMW)
+    return classify(weights, apply, inputs, ADAMW)
 
 
 def retrieval(batch: int) -> Step:
     """Two towers over tables: which item of a batch belongs to which user."""
-    names: dict[str, tuple[str, ...]] = {}
-    for side in ("users", "items"):
-        names[side] = ("vocabulary", "embedding")
-        names |= {f"{side}.up": ("embedding", "neurons"), f"{side}.down": ("neurons", "embedding")}
-    lengths = {"vocabulary": 524_288, "embedding": 128, "neurons": 1024}
+    names = read_names("users: vocabulary embedding, items: vocabulary embedding")
+    names |= read_names(FEED_FORWARD, "users.") | read_names(FEED_FORWARD, "items.")
+    weights = make_weights(names, vocabulary=524_288, embedding=128, neurons=1024)
 
     def tower(w: Any, side: str, rows: Any) -> Any:
         x = w[side][rows].mean(1)
@@ -322,23 +326,17 @@ def retrieval(batch: int) -> Step:
         return optax.softmax_cross_entropy_with_integer_labels(scores, own).mean()
 
     inputs = {"users": token_struct(batch, 8), "items": token_struct(batch, 2)}
-    return minimise(make_weights(names, lengths), loss, inputs, optax.adagrad(0.05))
+    return minimise(weights, loss, inputs, optax.adagrad(0.05))
 
 
 def vision(batch: int, patches: int = 256) -> Step:
     """A vision transformer: patches of images, attention to all, one class for each image."""
-    names = {
-        "patch": ("pixels", "embedding"),
-        "positions": ("positions", "embedding"),
-        **ATTENTION_NAMES,
-        "up": ("embedding", "neurons"),
-        "up_bias": ("neurons",),
-        "down": ("neurons", "embedding"),
-        "down_bias": ("embedding",),
-        "classifier": ("embedding", "classes"),
-    }
-    lengths = {"pixels": 768, "positions": patches, "embedding": 768, "heads": 12}
-    lengths |= {"projection": 64, "neurons": 3072, "classes": 1000}
+    names = read_names(
+        f"patch: pixels embedding, positions: positions embedding, {ATTENTION}, {FEED_FORWARD},"
+        "up_bias: neurons, down_bias: embedding, classifier: embedding classes"
+    )
+    lengths = {"embedding": 768, "heads": 12, "projection": 64, "neurons": 3072}
+    weights = make_weights(names, pixels=768, positions=patches, classes=1000, **lengths)
 
     def apply(w: Any, images: Any, labels: Any) -> Any:
         del labels
@@ -348,23 +346,16 @@ def vision(batch: int, patches: int = 256) -> Step:
         return normalise(x).mean(1) @ w["classifier"]
 
     inputs = {"images": struct(batch, patches, 768), "labels": struct(batch, dtype=jnp.int32)}
-    return classify(make_weights(names, lengths), apply, inputs, optax.sgd(0.1, momentum=0.9))
+    return classify(weights, apply, inputs, optax.sgd(0.1, momentum=0.9))
 
 
 def scanned_gpt(batch: int, seq: int, layers: int = 4) -> Step:
     """Layers in a loop over stacked weights, each computed again in the backward pass."""
-    stacked = {
-        **ATTENTION_NAMES,
-        "up": ("embedding", "neurons"),
-        "down": ("neurons", "embedding"),
-    }
-    names: dict[str, tuple[str, ...]] = {
-        "wte": ("vocabulary", "embedding"),
-        "wpe": ("positions", "embedding"),
-        **{f"layers.{name}": ("layers", *axes) for name, axes in stacked.items()},
-    }
-    lengths = {"vocabulary": 16_384, "positions": seq, "layers": layers, "embedding": 512}
-    lengths |= {"heads": 8, "projection": 64, "neurons": 2048}
+    stacked = read_names(f"{ATTENTION}, {FEED_FORWARD}")
+    names = read_names("wte: vocabulary embedding, wpe: positions embedding")
+    names |= {f"layers.{name}": ("layers", *axes) for name, axes in stacked.items()}
+    lengths = {"embedding": 512, "heads": 8, "projection": 64, "neurons": 2048}
+    weights = make_weights(names, vocabulary=16_384, positions=seq, layers=layers, **lengths)
 
     def block(x: Any, w: Any) -> tuple[Any, None]:
         x = attention_block(w, "", x)
@@ -378,7 +369,7 @@ def scanned_gpt(batch: int, seq: int, layers: int = 4) -> Step:
         return normalise(x) @ w["wte"].T
 
     inputs = {"tokens": token_struct(batch, seq)}
-    return classify(make_weights(names, lengths), apply, inputs, optax.adam(1e-3))
+    return classify(weights, apply, inputs, optax.adam(1e-3))
 
 
 def speech(batch: int, frames: int = 512, seq: int = 128) -> Step:
@@ -387,18 +378,12 @@ def speech(batch: int, frames: int = 512, seq: int = 128) -> Step:
     As Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Supervision"
     (arXiv:2212.04356) have it, with the widths of the model "small".
     """
-    names: dict[str, tuple[str, ...]] = {
-        "frames": ("bands", "embedding"),
-        "table": ("vocabulary", "embedding"),
-    }
-    for part in ("read.0.", "read.1.", "write.", "cross."):
-        names |= {f"{part}{name}": axes for name, axes in ATTENTION_NAMES.items()}
-        names[f"{part}up"] = ("embedding", "neurons")
-        names[f"{part}bias"] = ("neurons",)
-        names[f"{part}down"] = ("neurons", "embedding")
-    del names["write.up"], names["write.bias"], names["write.down"]
-    lengths = {"bands": 80, "embedding": 768, "vocabulary": 51_864}
-    lengths |= {"heads": 12, "projection": 64, "neurons": 3072}
+    names = read_names("frames: bands embedding, table: vocabulary embedding")
+    for part in ("read.0.", "read.1.", "cross."):
+        names |= read_names(f"{ATTENTION}, {FEED_FORWARD}, bias: neurons", part)
+    names |= read_names(ATTENTION, "write.")
+    lengths = {"embedding": 768, "heads": 12, "projection": 64, "neurons": 3072}
+    weights = make_weights(names, bands=80, vocabulary=51_864, **lengths)
 
     def feed_forward(w: Any, part: str, x: Any) -> Any:
         wide = jax.nn.gelu(normalise(x) @ w[f"{part}up"] + w[f"{part}bias"])
@@ -414,7 +399,7 @@ def speech(batch: int, frames: int = 512, seq: int = 128) -> Step:
 
     inputs = {"sound": struct(batch, frames, 80), "tokens": token_struct(batch, seq)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
-    return classify(make_weights(names, lengths), apply, inputs, optimizer)
+    return classify(weights, apply, inputs, optimizer)
 
 
 def two_of_experts(batch: int, seq: int, count: int = 16, capacity: int = 96) -> Step:
@@ -422,16 +407,12 @@ def two_of_experts(batch: int, seq: int, count: int = 16, capacity: int = 96) ->
 
     As Lepikhin et al. 2020, "GShard" (arXiv:2006.16668) have it; what is over capacity is dropped.
     """
-    names = {
-        "table": ("vocabulary", "embedding"),
-        **ATTENTION_NAMES,
-        "router": ("embedding", "experts"),
-        "up": ("experts", "embedding", "neurons"),
-        "down": ("experts", "neurons", "embedding"),
-        "head": ("embedding", "vocabulary"),
-    }
-    lengths = {"vocabulary": 32_000, "embedding": 1024, "heads": 16, "projection": 64}
-    lengths |= {"experts": count, "neurons": 2048}
+    names = read_names(
+        f"table: vocabulary embedding, {ATTENTION}, router: embedding experts,"
+        "up: experts embedding neurons, down: experts neurons embedding, head: embedding vocabulary"
+    )
+    lengths = {"embedding": 1024, "heads": 16, "projection": 64, "neurons": 2048}
+    weights = make_weights(names, vocabulary=32_000, experts=count, **lengths)
 
     def apply(w: Any, tokens: Any) -> Any:
         x = attention_block(w, "", w["table"][tokens])
@@ -448,7 +429,7 @@ def two_of_experts(batch: int, seq: int, count: int = 16, capacity: int = 96) ->
         return normalise(x + jnp.einsum("bsxc,xbce->bse", combined, made)) @ w["head"]
 
     inputs = {"tokens": token_struct(batch, seq)}
-    return classify(make_weights(names, lengths), apply, inputs, optax.lamb(1e-3))
+    return classify(weights, apply, inputs, optax.lamb(1e-3))
 
 
 def convolutions(batch: int, size: int = 64) -> Step:
@@ -456,20 +437,14 @@ def convolutions(batch: int, size: int = 64) -> Step:
 
     As Simonyan and Zisserman 2014 (arXiv:1409.1556) have it, on small images.
     """
-    lengths = {"colors": 3, "thin": 64, "medium": 128, "thick": 256}
-    lengths |= {"features": 256 * (size // 8) ** 2, "neurons": 4096, "embedding": 4096}
-    lengths["classes"] = 1000
-    names: dict[str, tuple[Any, ...]] = {
-        "conv.0": (None, None, "colors", "thin"),
-        "conv.1": (None, None, "thin", "medium"),
-        "conv.2": (None, None, "medium", "thick"),
-        "dense.0": ("features", "neurons"),
-        "bias.0": ("neurons",),
-        "dense.1": ("neurons", "embedding"),
-        "bias.1": ("embedding",),
-        "dense.2": ("embedding", "classes"),
-        "bias.2": ("classes",),
-    }
+    names = read_names(
+        "conv.0: - - colors thin, conv.1: - - thin medium, conv.2: - - medium thick,"
+        "dense.0: features neurons, bias.0: neurons, dense.1: neurons embedding,"
+        "bias.1: embedding, dense.2: embedding classes, bias.2: classes"
+    )
+    lengths = {"colors": 3, "thin": 64, "medium": 128, "thick": 256, "classes": 1000}
+    features = 256 * (size // 8) ** 2
+    weights = make_weights(names, features=features, neurons=4096, embedding=4096, **lengths)
 
     def apply(w: Any, images: Any, labels: Any) -> Any:
         del labels
@@ -486,7 +461,6 @@ def convolutions(batch: int, size: int = 64) -> Step:
 
     inputs = {"images": struct(batch, size, size, 3), "labels": struct(batch, dtype=jnp.int32)}
     optimizer = optax.sgd(0.01, momentum=0.9, nesterov=True)
-    weights = make_weights(names, lengths)
     return classify(weights, apply, inputs, optimizer, names={"vocabulary": "classes"})
 
 
@@ -523,20 +497,16 @@ class Transformer(eqx.Module):
         return jax.vmap(self.head)(self.block(jax.vmap(self.tokens)(tokens)))
 
 
-EQUINOX_NAMES = {
-    "tokens/weight": ("vocabulary", "embedding"),
-    "block/norm/*": ("embedding",),
-    "block/attention/output_proj/weight": ("embedding", "heads"),
-    **{
-        f"block/attention/{x}_proj/weight": ("heads", "embedding")
-        for x in ("query", "key", "value")
-    },
-    "block/mlp/layers/0/weight": ("neurons", "embedding"),
-    "block/mlp/layers/0/bias": ("neurons",),
-    "block/mlp/layers/1/weight": ("embedding", "neurons"),
-    "block/mlp/layers/1/bias": ("embedding",),
-    "head/weight": ("vocabulary", "embedding"),
-}
+EQUINOX_NAMES = read_names(
+    "tokens/weight: vocabulary embedding, block/norm/*: embedding,head/weight: vocabulary embedding"
+)
+EQUINOX_NAMES |= read_names(
+    "attention/query_proj/weight: heads embedding, attention/key_proj/weight: heads embedding,"
+    "attention/value_proj/weight: heads embedding, attention/output_proj/weight: embedding heads,"
+    "mlp/layers/0/weight: neurons embedding, mlp/layers/0/bias: neurons,"
+    "mlp/layers/1/weight: embedding neurons, mlp/layers/1/bias: embedding",
+    "block/",
+)
 
 
 def equinox_transformer(batch: int, seq: int, vocabulary: int, embedding: int) -> Step:
@@ -584,20 +554,16 @@ class Mixer(eqx.Module):
 
 def equinox_mixer(batch: int, embedding: int = 1024, patches: int = 196) -> Step:
     """An MLP-Mixer of Equinox' layers."""
-    names = {
-        "patches/weight": ("embedding", "pixels"),
-        "patches/bias": ("embedding",),
-        "blocks/*/norm/*": ("embedding",),
-        "head/weight": ("classes", "embedding"),
-        "head/bias": ("classes",),
-    }
+    names = read_names(
+        "patches/weight: embedding pixels, patches/bias: embedding, blocks/*/norm/*: embedding,"
+        "head/weight: classes embedding, head/bias: classes"
+    )
     for part, wide, narrow in (
         ("over_patches", "patch_neurons", "seq"),
         ("over_channels", "neurons", "embedding"),
     ):
-        path = f"blocks/*/{part}/layers"
-        names |= {f"{path}/0/weight": (wide, narrow), f"{path}/0/bias": (wide,)}
-        names |= {f"{path}/1/weight": (narrow, wide), f"{path}/1/bias": (narrow,)}
+        text = f"0/weight: {wide} {narrow}, 0/bias: {wide}, 1/weight: {narrow} {wide}"
+        names |= read_names(f"{text}, 1/bias: {narrow}", f"blocks/*/{part}/layers/")
     build = functools.partial(Mixer, embedding, patches)
     module = pzs.name_axes(eqx.filter_eval_shape(build, jax.random.key(0)), names)
     inputs = {"images": struct(batch, patches, 768), "labels": struct(batch, dtype=jnp.int32)}
@@ -637,23 +603,19 @@ class Vision(nnx.Module):
 
 def nnx_vision(batch: int, embedding: int = 512, patches: int = 196) -> Step:
     """A vision transformer of Flax NNX."""
-    names = {
-        "patches/kernel": ("pixels", "embedding"),
-        "patches/bias": ("embedding",),
-        "blocks/*/norm_*/*": ("embedding",),
-        "blocks/*/attention/out/kernel": ("heads", "projection", "embedding"),
-        "blocks/*/attention/out/bias": ("embedding",),
-        "blocks/*/up/kernel": ("embedding", "neurons"),
-        "blocks/*/up/bias": ("neurons",),
-        "blocks/*/down/kernel": ("neurons", "embedding"),
-        "blocks/*/down/bias": ("embedding",),
-        "head/kernel": ("embedding", "classes"),
-        "head/bias": ("classes",),
-    }
+    names = read_names(
+        "patches/kernel: pixels embedding, patches/bias: embedding,"
+        "head/kernel: embedding classes, head/bias: classes"
+    )
+    names |= read_names(
+        "norm_*/*: embedding, up/kernel: embedding neurons, up/bias: neurons,"
+        "down/kernel: neurons embedding, down/bias: embedding,"
+        "attention/out/kernel: heads projection embedding, attention/out/bias: embedding",
+        "blocks/*/",
+    )
     for part in ("query", "key", "value"):
-        path = f"blocks/*/attention/{part}"
-        names[f"{path}/kernel"] = ("embedding", "heads", "projection")
-        names[f"{path}/bias"] = ("heads", "projection")
+        text = "kernel: embedding heads projection, bias: heads projection"
+        names |= read_names(text, f"blocks/*/attention/{part}/")
     module = nnx.eval_shape(lambda: Vision(embedding, 21_841, nnx.Rngs(0)))
     inputs = {"images": struct(batch, patches, 768), "labels": struct(batch, dtype=jnp.int32)}
     apply = lambda model, images, labels: model(images)  # noqa: E731
