@@ -1,0 +1,333 @@
+"""The sane layouts of a step, what is left out, and what they store."""
+
+import collections
+import math
+
+import jax
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from penzai.models.transformer.variants import llamalike_common
+
+import penzai_shard as pzs
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.choosing.candidates import (
+    make_candidates,
+    mesh_shapes,
+    read_tables,
+    stored_bytes,
+)
+from penzai_shard.choosing.hardware import Hardware
+from penzai_shard.choosing.problem import read_problem
+from penzai_shard.layouts.axis_roles import mesh_axes_of
+from tests.models import llama
+from tests.refusals import problem_paths, problems_of
+
+MESHES = [{"data": 8}, {"data": 4, "model": 2}]
+
+
+def loss_fn(model, rng, state, tokens):
+    return pzs.cross_entropy(model(tokens), tokens), state, {}
+
+
+def make_problem(batch=16, seq=32, optimizer=None, **changes):
+    model = pzs.abstract_model(llama, **changes)
+    return read_problem(model, loss_fn, optimizer or optax.adamw(1e-3), batch, seq)
+
+
+def weights_problem(batch=8, optimizer=None, names=None, **weights):
+    """A step of named weights, which has no layers."""
+    shapes = {
+        key: jax.ShapeDtypeStruct(tuple(axes.values()), "float32") for key, axes in weights.items()
+    }
+    model = pzs.name_axes(shapes, {key: tuple(axes) for key, axes in weights.items()})
+
+    def loss_fn(model, rng, state, x):
+        return sum(w.sum() for w in model.values()) + x.sum(), state, {}
+
+    x = {"x": jax.ShapeDtypeStruct((batch, 4), "float32")}
+    optimizer = optimizer or optax.sgd(0.1)
+    return read_problem(model, loss_fn, optimizer, x, plain_arrays=True, names=names)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem()
+
+
+@pytest.fixture(scope="module")
+def on_hosts(problem):
+    return make_candidates(problem, mesh_shapes(Hardware.read("h100:2x4")))
+
+
+def layouts_on(found, **mesh_sizes):
+    return [
+        each.layout
+        for each in found
+        if dict(each.mesh_sizes) == mesh_sizes and each.microbatches == 1
+    ]
+
+
+# What there is
+
+
+def test_make_candidates_has_the_presets(on_hosts):
+    one_axis = layouts_on(on_hosts, data=8)
+    layout = pzs.Layout
+    assert layout.data_parallel() in one_axis
+    # Arrays of this model are too small to be split by their largest dimension.
+    assert layout.tensor_parallel(vocabulary="model") in layouts_on(on_hosts, data=4, model=2)
+    assert layout.sequence_parallel(vocabulary=None) in layouts_on(on_hosts, data=4, model=2)
+
+
+def test_make_candidates_has_the_presets_of_large_arrays():
+    problem = weights_problem(
+        up={"embedding": 128, "neurons": 512}, down={"neurons": 512, "embedding": 128}
+    )
+    found = make_candidates(
+        problem, [{"data": 8}, {"replica": 2, "data": 4}, {"data": 4, "model": 2}]
+    )
+    options = {"blocks": (), "vocabulary": None}
+    assert pzs.Layout.zero1(**options) in layouts_on(found, data=8)
+    assert pzs.Layout.fully_sharded(**options) in layouts_on(found, data=8)
+    assert pzs.Layout.hybrid(**options) in layouts_on(found, replica=2, data=4)
+
+
+def test_make_candidates_of_a_small_model_counted_by_hand():
+    """Neurons over ``model``; stored as used, by the embedding, or by the largest dimension."""
+    problem = weights_problem(
+        up={"embedding": 128, "neurons": 512}, down={"neurons": 512, "embedding": 128}
+    )
+    found = make_candidates(problem, [{"data": 4, "model": 2}], microbatches=(1,))
+    specs = [
+        (
+            each.layout.parameters.spec(("embedding", "neurons"), (128, 512), each.mesh),
+            each.layout.optimizer,
+        )
+        for each in found
+    ]
+    # By the embedding and by the largest free dimension are the same here.
+    assert [spec for spec, _ in specs] == [P(None, "model"), P(None, "model"), P("data", "model")]
+    assert [optimizer is None for _, optimizer in specs] == [True, False, True]
+    # Layouts do not know layers of a dictionary.
+    assert {(each.layout.blocks, each.layout.rematerialise) for each in found} == {((), None)}
+
+
+def test_make_candidates_has_each_once_and_in_one_order(problem, on_hosts):
+    again = make_candidates(make_problem(), mesh_shapes(Hardware.read("h100:2x4")))
+    assert len({each.words for each in on_hosts}) == len(on_hosts)
+    assert [each.words for each in again] == [each.words for each in on_hosts]
+    assert len({(each.table, each.microbatches) for each in on_hosts}) < len(on_hosts)
+
+
+def test_make_candidates_uses_each_mesh_axis_and_gives_each_device_examples(on_hosts):
+    for each in on_hosts:
+        sizes, layout = dict(each.mesh_sizes), each.layout
+        used = {axis for rule in layout.compute.rules for axis in rule.mesh_axes}
+        assert used == {*sizes}
+        parts = math.prod(sizes[axis] for axis in mesh_axes_of("batch", [layout.compute]))
+        assert 16 % (parts * each.microbatches) == 0
+
+
+def test_make_candidates_has_steps_that_can_be_built(problem, on_hosts):
+    for each in on_hosts[:: len(on_hosts) // 4]:
+        _, state, inputs = problem.build(each)
+        for leaf in jax.tree.leaves((state, inputs)):
+            assert len(leaf.sharding.shard_shape(leaf.shape)) == leaf.ndim
+
+
+def test_make_candidates_of_a_wide_model_on_many_devices():
+    """Llama 3 70B, of which one block says as much as 80."""
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=8,
+        query_head_multiplier=8,
+        embedding_dim=8192,
+        projection_dim=128,
+        mlp_hidden_dim=28_672,
+        num_decoder_blocks=1,
+        vocab_size=128_256,
+        mlp_variant="swiglu",
+        tie_embedder_and_logits=False,
+    )
+    build = llamalike_common.build_llamalike_transformer
+    model = pzs.abstract_model(build, config, jax.random.key(0))
+    problem = read_problem(model, loss_fn, optax.adamw(1e-3), 256, 2048)
+    found = make_candidates(problem, mesh_shapes(Hardware.read("v5e:256")))
+    assert (len(found), len({each.table for each in found})) == (4086, 341)
+
+
+# What is left out
+
+
+def test_make_candidates_counts_what_does_not_divide():
+    problem = make_problem(kv_heads=3, multiplier=1)
+    found = make_candidates(problem, [{"data": 4, "model": 2}])
+    assert found
+    assert all(not mesh_axes_of("heads", [each.layout.compute]) for each in found)
+    ((reason, count),) = found.left_out.items()
+    assert "'heads' (3)" in reason
+    # Heads with or without neurons and vocabulary, in each way to store parameters.
+    assert count % 4 == 0
+
+
+def test_make_candidates_counts_meshes_that_do_not_divide_the_batch():
+    found = make_candidates(make_problem(batch=4), MESHES, microbatches=(1, 2))
+    assert {each.mesh_sizes for each in found} == {(("data", 4), ("model", 2))}
+    assert {each.microbatches for each in found} == {1}
+    assert sum(found.left_out.values()) == 1
+
+
+def test_make_candidates_splits_queries_where_groups_do_not_divide():
+    problem = make_problem(kv_heads=1, multiplier=2)
+    found = make_candidates(problem, [{"data": 4, "model": 2}])
+    (split,) = {
+        read_tables(problem, each)["compute"].spec(("query_heads",), (2,), each.mesh)
+        for each in found
+        if mesh_axes_of("heads", [each.layout.compute])
+    }
+    assert split == P("model")
+
+
+# What is kept
+
+
+def stored_axes(problem, each, axis):
+    """The mesh axes of a logical axis in all parameters that have it."""
+    rules = read_tables(problem, each)["parameters"]
+    found = set()
+    for leaf in leaves_of(problem.model):
+        spec = (*rules.spec(leaf.names or (), leaf.shape, each.mesh), *(None,) * len(leaf.shape))
+        found |= {own for name, own in zip(leaf.names or (), spec, strict=False) if name == axis}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keep", "axis", "over"),
+    [
+        ({"neurons": "model"}, "neurons", {"model"}),
+        ({"neurons": None}, "neurons", {None}),
+        ({"head_groups": "model"}, "head_groups", {"model"}),
+        ({"embedding": "data"}, "embedding", {"data"}),
+        ({"embedding": None}, "embedding", {None}),
+    ],
+)
+def test_make_candidates_keeps_what_is_decided_of_parameters(problem, keep, axis, over):
+    meshes = [{"data": 4, "model": 2}]
+    free, found = make_candidates(problem, meshes), make_candidates(problem, meshes, keep=keep)
+    assert all(stored_axes(problem, each, axis) == over for each in found)
+    # All that is free stays so.
+    kept = [each.words for each in free if stored_axes(problem, each, axis) == over]
+    assert [each.words for each in found] == kept != []
+
+
+def test_make_candidates_keeps_what_is_decided_of_activations(problem):
+    meshes = [{"data": 4, "model": 2}]
+    for keep, has_sequence in (({"seq": "model"}, True), ({"seq": None}, False)):
+        found = make_candidates(problem, meshes, keep=keep)
+        assert {each.layout.between_blocks is not None for each in found} == {has_sequence}
+    over = ("data", "model")
+    found = make_candidates(problem, meshes, keep={"batch": over})
+    assert {mesh_axes_of("batch", [each.layout.compute]) for each in found} == {over}
+
+
+def test_make_candidates_tries_mesh_axes_of_other_names_for_batch_and_model(problem):
+    def batches(**options):
+        found = make_candidates(problem, [{"x": 4, "y": 2}], **options)
+        return {mesh_axes_of("batch", [each.layout.compute]) for each in found}
+
+    assert batches() == {("x", "y"), ("x",), ("y",), ()}
+    assert batches(keep={"batch": "y"}) == {("y",)}
+    # What is for the neurons is not for the batch.
+    assert batches(keep={"neurons": "y"}) == {("x",), ()}
+
+
+def test_make_candidates_leaves_out_meshes_without_a_mesh_axis_that_is_kept(problem):
+    found = make_candidates(problem, MESHES, keep={"neurons": "model"})
+    assert {dict(each.mesh_sizes)["data"] for each in found} == {4}
+    assert sum(found.left_out.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "path", "fix"),
+    [
+        ({"neuron": "model"}, "keep['neuron']", "'neurons'"),
+        ({"batch": "modell"}, "keep['batch']", "'model'"),
+        ({"experts": "model"}, "keep['experts']", "vocabulary"),
+    ],
+)
+def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, fix):
+    (found,) = problems_of(pzs.RuleTypeError, make_candidates, problem, MESHES, keep=keep)
+    assert (found.path, fix in found.fix) == (path, True)
+
+
+# Other models
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"up": {"embed": 64, "mlp": 512}, "out": {"embed": 64, "vocab": 1024}},
+        {"up": {"in": 64, "wide": 512}, "down": {"wide": 512, "in": 64}},
+    ],
+)
+def test_make_candidates_splits_models_with_other_names(weights):
+    problem = weights_problem(**weights)
+    found = make_candidates(problem, [{"data": 4, "model": 2}])
+    wide = tuple(weights["up"]), tuple(weights["up"].values())
+    specs = {read_tables(problem, each)["parameters"].spec(*wide, each.mesh) for each in found}
+    assert {P(None, "model"), P("data", "model")} <= specs
+
+
+def test_make_candidates_refuses_policies_of_blocks_that_there_are_not():
+    problem = weights_problem(up={"embedding": 64, "neurons": 512})
+    call = make_candidates, problem, MESHES
+    assert problem_paths(pzs.RuleTypeError, *call, rematerialise=["dots"]) == ["rematerialise"]
+
+
+# Meshes
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("cpu:6", [{"data": 6}, {"data": 3, "model": 2}, {"data": 2, "model": 3}, {"model": 6}]),
+        ("cpu:1", [{"data": 1}]),
+        ("v6e:16x16", [{"data": 256}, {"data": 16, "model": 16}, {"model": 256}]),
+        (
+            "h100:2x2",
+            [{"data": 4}, {"replica": 2, "data": 2}, {"data": 2, "model": 2}, {"model": 4}],
+        ),
+    ],
+)
+def test_mesh_shapes(name, shapes):
+    assert mesh_shapes(Hardware.read(name)) == shapes
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3), optax.sgd(0.1)])
+def test_stored_bytes_are_those_of_the_plan(optimizer):
+    problem = weights_problem(
+        optimizer=optimizer,
+        up={"embedding": 256, "neurons": 512},
+        down={"neurons": 512, "embedding": 256},
+        norm={"embedding": 256},
+    )
+    found = make_candidates(problem, [{"data": 4, "model": 2}], microbatches=(1,))
+    assert len(found) == 5
+    for each in found:
+        _, state, _ = problem.build(each)
+        held = collections.Counter()
+        for part in ("params", "opt_state"):
+            for leaf in jax.tree.leaves(getattr(state, part)):
+                held[part] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        assert stored_bytes(problem, each, ["parameters"]) == held["params"]
+        assert stored_bytes(problem, each, ["optimizer"]) == held["opt_state"]
+        assert stored_bytes(problem, each) == held.total()
+
+
+def test_read_tables_are_those_of_for_model(problem, on_hosts):
+    for each in on_hosts[:: len(on_hosts) // 9]:
+        layout, tables = each.layout.for_model(problem.model, each.mesh), read_tables(problem, each)
+        assert {name: getattr(layout, name) for name in tables} == tables
