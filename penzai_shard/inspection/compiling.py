@@ -223,7 +223,7 @@ def compile_lowered(lowered: LoweredStep, called: str) -> CompiledStep:
     options = compiler.compile_options(len(devices), devices[0].platform, lowered.options)
     log: list[str] = []
     try:
-        with _read_standard_error(log):
+        with read_standard_error(log):
             compiled = compiler.compile_bytecode(bytecode, devices, options)
     except jax.errors.JaxRuntimeError as error:
         raise CompilationError(
@@ -234,7 +234,7 @@ def compile_lowered(lowered: LoweredStep, called: str) -> CompiledStep:
 
 
 @contextlib.contextmanager
-def _read_standard_error(lines: list[str]) -> Iterator[None]:
+def read_standard_error(lines: list[str]) -> Iterator[None]:
     """Adds what compilers write to standard error to lines; all but the warnings goes on to it."""
     with _REDIRECTING, tempfile.TemporaryFile() as file:
         sys.stderr.flush()

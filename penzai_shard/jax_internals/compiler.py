@@ -6,6 +6,7 @@ in any process and for any devices of which there is a description. Read from an
 https://github.com/jax-ml/jax/blob/main/jax/_src/compiler.py
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from jaxlib.mlir import ir
 # Nothing of a program will run, so its code need not be good. It takes half the time to compile;
 # collectives and memory are the same to the byte.
 _FOR_CPUS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# The type of the elements of a tensor, or of one number.
+_BFLOAT16 = re.compile(r"(?<=[x<\s])bf16\b")
 
 # Traced and lowered programs
 
@@ -105,9 +108,19 @@ def kept_arguments(lowered: Any) -> frozenset[int]:
     return frozenset(lowered._lowering.compile_args["kept_var_idx"])
 
 
-def write_bytecode(lowered: Any) -> bytes:
-    """A lowered program as bytes, which any process can compile."""
-    return mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+def write_bytecode(lowered: Any, *, with_float16: bool = False) -> bytes:
+    """A lowered program as bytes, which any process can compile.
+
+    Args:
+        lowered: The program.
+        with_float16: Whether float16 takes the place of bfloat16, which has the same size and which
+            compilers for CPUs compute, send and hold in float32. Such a program is to be looked at.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    if with_float16:
+        text = module.operation.get_asm(enable_debug_info=True)
+        module = ir.Module.parse(_BFLOAT16.sub("f16", text), module.context)
+    return mlir.module_to_bytecode(module)
 
 
 # Compiled programs
@@ -169,6 +182,18 @@ def compile_options(
     asked: dict[str, Any] = (_FOR_CPUS if platform == "cpu" else {}) | dict(overrides or {})
     options = compiler.get_compile_options(1, device_count, env_options_overrides=asked)
     return bytes(options.SerializeAsString())
+
+
+@functools.lru_cache(maxsize=2)
+def simulated_devices(count: int) -> list[Any]:
+    """CPU devices to compile for, however many JAX has; nothing can run on them.
+
+    JAX fixes the number of its own when it starts, and a process that has more takes two seconds.
+
+    >>> len(simulated_devices(512))
+    512
+    """
+    return list(xc.make_cpu_client(num_devices=count).devices())
 
 
 def compile_bytecode(
