@@ -73,7 +73,7 @@ def name_classes(facts: Facts) -> AxisNames:
     tell_streams_apart(facts, names)
     _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
-        if part not in names.names:
+        if names.roles.get(part, "embedding") == "embedding":
             names.call(part, name, "an input has that name, and the program ties both")
     return names
 
@@ -87,7 +87,7 @@ def _name_embedding(facts: Facts, names: AxisNames) -> None:
     for each in facts.program.operations:
         if each.kind != "stablehlo.add" or each.results[0] not in facts.from_inputs:
             continue
-        classes = facts.classes(each.results[0]) & facts.in_weights.keys() - facts.of_inputs.keys()
+        classes = facts.classes(each.results[0]).intersection(facts.in_weights)
         if not classes or classes in seen:
             continue
         for added, stream in itertools.permutations(each.operands):
@@ -357,21 +357,13 @@ def _name_neurons(facts: Facts, names: AxisNames) -> None:
     """What a product makes of the embedding, and another contracts to give it back."""
     embedding = names.with_role("embedding")
     dots = [each for each in facts.with_weights if each.operation.kind == DOT]
-    made = {part for each in dots if each.contracted & embedding for part in each.made}
     # What a product makes of itself is the state of a recurrence.
-    made -= {part for each in dots for part in each.made & each.contracted}
-    # One product may make them together with something else, to be cut apart.
-    wholes = {
-        parts[0]: whole
-        for whole in made & facts.runs.keys()
-        for run in facts.runs[whole].values()
-        for _, parts in run
-        if len(parts) == 1
-    }
+    states = {part for each in dots for part in each.made & each.contracted}
     for each in dots:
         near = facts.nearest_products(each.data)
         is_plain = all(one.weight is not None and one.operation.kind == DOT for one in near)
-        if not each.made & embedding or not is_plain or _is_linear(facts, each):
+        streams = each.made & embedding
+        if not streams or not is_plain or _is_linear(facts, each):
             continue
         between = [v for v in facts.before(each.data, facts.by_result) if v in facts.from_inputs]
         between = [v for v in between if v in facts.makers and v not in facts.by_result]
@@ -379,15 +371,17 @@ def _name_neurons(facts: Facts, names: AxisNames) -> None:
         is_looped = any(one.kind == FLOW and len(sources_of(one)) > 1 for one in makers)
         if is_looped and len(each.contracted) > 1:
             continue
-        handed_on = {
-            p for v in between if facts.makers[v].kind in _HANDING_ON for p in facts.classes(v)
-        }
-        before = {part for one in near for part in facts.classes(one.operation.results[0])}
-        for part in names.without_role(each.contracted & facts.in_weights.keys() - handed_on):
-            if made & before & {part, wholes.get(part)}:
-                role = "recurrent" if is_looped else _NEURONS
-                reason = "a product makes it of the embedding, and another contracts over it"
-                names.give(part, role, reason)
+        handed = (one.results[0] for one in makers if one.kind in _HANDING_ON)
+        handed_on = {part for value in handed for part in facts.classes(value)} | states
+        # One product may make neurons together with something else, to be cut apart.
+        made = {part for one in near if one.contracted & streams for part in one.made}
+        runs = (run for part in made for run in facts.runs.get(part, {}).values())
+        made |= {part for run in runs for _, parts in run if len(parts) == 1 for part in parts}
+        found = made & each.contracted & facts.in_weights.keys() - handed_on
+        for part in names.without_role(found):
+            role = "recurrent" if is_looped else _NEURONS
+            reason = "a product makes it of the embedding, and another contracts over it"
+            names.give(part, role, reason)
     # Bottlenecks of adapters are shorter than the embedding, where other neurons are longer.
     longest = max((part.size for part in names.with_role(_NEURONS)), default=0)
     for stream in embedding if not names.with_role("experts") else ():
