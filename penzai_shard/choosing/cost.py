@@ -29,7 +29,8 @@ _FORM = frozenset(
     {"flow", "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard"}
 )
 # A part of what they give is made of the same parts of what they take.
-_LINEAR = _FORM | {"stablehlo.add", "stablehlo.negate", "stablehlo.subtract"}
+_ADD = "stablehlo.add"
+_LINEAR = _FORM | {_ADD, "stablehlo.negate", "stablehlo.subtract"}
 # They give other elements than they take, so that both have to be in memory.
 _WRITES = """
     cholesky convolution custom_call dot_general dynamic_update_slice fft gather reduce
@@ -277,12 +278,34 @@ class _Traffic:
             return [(axes, wire_bytes(kind, payload, parts))]
         # A sum of which every use takes a part is scattered, over other mesh axes cut before.
         cut = self._find_cuts(each.results[0])
+        if not cut and self._is_added(each.results[0], each.mesh_axes):
+            return []
         payload = size / program.parts(axis for axis in cut if axis not in axes)
         scattered = tuple(axis for axis in axes if axis in cut)
         rest = tuple(axis for axis in axes if axis not in cut)
         first = program.parts(scattered)
         found = [(scattered, wire_bytes("reduce-scatter", payload, first))]
         return [*found, (rest, wire_bytes("all-reduce", payload / first, program.parts(rest)))]
+
+    def _is_added(self, value: int, axes: tuple[str, ...]) -> bool:
+        """Whether a sum is only added to another one, which compilers do before they sum both."""
+        users = self._program.users
+        while [user.kind for user in users[value]] == [_ADD]:
+            (added,) = users[value]
+            if not all(self._is_sum(operand, axes) for operand in added.operands):
+                return False
+            if value != added.operands[0]:
+                return True
+            (value,) = added.results
+        return False
+
+    def _is_sum(self, value: int, axes: tuple[str, ...]) -> bool:
+        maker = self._program.makers.get(value)
+        if maker is None or len(self._program.users[value]) > 1:
+            return False
+        if maker.kind == _ADD:
+            return all(self._is_sum(operand, axes) for operand in maker.operands)
+        return maker.kind == _REDUCE and maker.mesh_axes == axes
 
     def _find_cuts(self, value: int) -> set[str]:
         """The mesh axes of which every use of a sum takes one device's part."""
