@@ -1,15 +1,20 @@
 """Dimensions of weights are one axis where an operation ties them, never by their length."""
 
 import collections
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from penzai import pz
 from penzai.models.transformer.variants import llamalike_common as llama
 
 import penzai_shard as pzs
 from penzai_shard.naming.facts import Facts, cover
+from penzai_shard.naming.ties import Classes
 from penzai_shard.naming.trace import trace_call
 
 
@@ -93,3 +98,25 @@ def test_facts_of_products_and_lookups():
     contracted = [each.contracted for each in facts.with_weights]
     assert contracted == [{found[path][0]} for path in ("qkv", "out", "head")]
     assert len(facts.products) == 5
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
+def test_unify_makes_any_grouping_of_factors_their_product(factors, data):
+    classes = Classes()
+    whole, elements = classes.new(math.prod(factors)), [*map(classes.new, factors)]
+    ends = {*data.draw(st.sets(st.integers(1, len(factors)))), 0, len(factors)}
+    groups = [
+        classes.new(math.prod(factors[start:end]))
+        for start, end in itertools.pairwise(sorted(ends))
+    ]
+    assert classes.unify([whole], groups)
+    assert classes.unify(elements, [whole])
+    assert classes.parts([whole]) == classes.parts(elements) == classes.parts(groups)
+    assert [classes.sizes[part] for part in classes.parts([whole])] == [f for f in factors if f > 1]
+
+
+def test_unify_leaves_lengths_apart_that_are_no_parts_of_one_another():
+    classes = Classes()
+    first, second = [classes.new(4), classes.new(6)], [classes.new(6), classes.new(4)]
+    assert not classes.unify(first, second)
+    assert len({*classes.parts(first), *classes.parts(second)}) == 4
