@@ -383,6 +383,8 @@ def experts_apart():
 
 # Libraries
 
+TOKENS, BATCH_SEQ = jax.ShapeDtypeStruct((B, S), "int32"), (("batch", "seq"),)
+
 
 class EquinoxBlock(eqx.Module):
     norm: eqx.nn.LayerNorm
@@ -442,12 +444,7 @@ def equinox(is_scanned=False):
         names = {f"blocks/{path}": ("layers", *axes) for path, axes in block.items()}
     else:
         names = {f"blocks/{i}/{path}": axes for path, axes in block.items() for i in range(L)}
-    return of_module(model, lambda model, x: jax.vmap(model)(x), ends | names)
-
-
-def of_module(weights, function, names, inputs=None, axes=(("batch", "seq"),)):
-    inputs = inputs or (struct(("batch", "seq"), "int32"),)
-    return Model(function, weights, inputs, axes, names)
+    return Model(lambda model, x: jax.vmap(model)(x), model, (TOKENS,), BATCH_SEQ, ends | names)
 
 
 FLAX_BLOCK = (
@@ -486,7 +483,7 @@ def nnx_transformer():
     block = read_names(FLAX_BLOCK)
     names = {f"blocks/{i}/{path}": axes for path, axes in block.items() for i in range(L)}
     names |= read_names("embed/embedding V E; head/kernel E V")
-    return of_module(model, lambda model, x: model(x), names)
+    return Model(lambda model, x: model(x), model, (TOKENS,), BATCH_SEQ, names)
 
 
 class LinenBlock(nn.Module):
@@ -509,13 +506,13 @@ class LinenTransformer(nn.Module):
 
 
 def linen_transformer():
-    module, tokens = LinenTransformer(), struct(("batch", "seq"), "int32")
+    module = LinenTransformer()
     names = {
         f"params/blocks/{path}": ("layers", *axes) for path, axes in read_names(FLAX_BLOCK).items()
     }
     names |= read_names("params/embed/embedding V E; params/head/kernel E V")
-    weights = jax.eval_shape(module.init, jax.random.key(0), tokens)
-    return of_module(weights, module.apply, names)
+    weights = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
+    return Model(module.apply, weights, (TOKENS,), BATCH_SEQ, names)
 
 
 # Without attention
@@ -588,7 +585,7 @@ def lstm():
         "weight_ih gates*hidden features; weight_hh gates*hidden hidden; bias gates*hidden"
     )
     inputs, axes = (struct(("batch", "seq", "embedding")),), (("batch", "seq", "features"),)
-    return of_module(cell, function, names, inputs, axes)
+    return Model(function, cell, inputs, axes, names)
 
 
 def equinox_mlp():
@@ -599,7 +596,7 @@ def equinox_mlp():
     names |= {f"layers/{i}/bias": (axes[i + 1],) for i in range(4)}
     inputs = (struct(("batch", "embedding")),)
     function = lambda model, x: jax.vmap(model)(x)  # noqa: E731
-    return of_module(weights, function, names, inputs, (("batch", "features"),))
+    return Model(function, weights, inputs, (("batch", "features"),), names)
 
 
 def two_towers():
@@ -705,47 +702,44 @@ def gates(w, x):
 
 # By title: what makes a model, and how many of its weights are named as its author has it.
 MODELS = {
-    "Llama of torch": (llama, 0),
-    "Llama, neighbours rotated": (
-        lambda: llama(turn=functools.partial(rotate, is_of_neighbours=True)),
-        0,
-    ),
-    "Llama, grouped queries, its gradients": (lambda: gradients(llama(grouped)), 0),
-    "Llama, attention of JAX": (lambda: llama(of_jax), 0),
-    "Llama, keys in a cache": (lambda: llama(cached), 0),
-    "Llama, mapped over heads": (lambda: llama(mapped), 0),
-    "Llama with LoRA": (lambda: llama(more="; #.a R E; #.b G*Q*P R", change=add_lora), 0),
-    "GPT-2": (gpt2, 0),
-    "GPT-2, its gradients": (lambda: gradients(gpt2()), 0),
-    "GPT-NeoX, heads first": (lambda: gpt2(has_heads_first=True), 0),
-    "Gemma, one key": (gemma, 0),
-    "Phi-3, joined unequally": (phi3, 0),
-    "T5": (t5, 0),
-    "T5, its gradients": (lambda: gradients(t5()), 0),
-    "BERT": (bert, 0),
-    "ViT": (vit, 0),
-    "scanned": (scanned, 0),
-    "scanned, its gradients": (lambda: gradients(scanned()), 0),
-    "experts for all tokens": (lambda: mixture(all_experts), 0),
-    "Switch, tokens dispatched": (lambda: mixture(dispatched), 0),
-    "Megablox, tokens sorted": (lambda: mixture(sorted_by_expert), 0),
-    "Mixtral, experts apart": (experts_apart, 0),
-    "Equinox transformer": (equinox, 0),
-    "Equinox, scanned": (lambda: equinox(is_scanned=True), 0),
-    "NNX transformer": (nnx_transformer, 0),
-    "linen transformer, scanned": (linen_transformer, 0),
-    "Mixer": (mixer, 0),
+    "Llama of torch": (llama, 20),
+    "Llama, neighbours rotated": (lambda: llama(turn=lambda x: rotate(x, True)), 20),
+    "Llama, grouped queries, its gradients": (lambda: gradients(llama(grouped)), 19),
+    "Llama, attention of JAX": (lambda: llama(of_jax), 20),
+    "Llama, keys in a cache": (lambda: llama(cached), 20),
+    "Llama, mapped over heads": (lambda: llama(mapped), 20),
+    "Llama with LoRA": (lambda: llama(more="; #.a R E; #.b G*Q*P R", change=add_lora), 24),
+    "GPT-2": (gpt2, 20),
+    "GPT-2, its gradients": (lambda: gradients(gpt2()), 20),
+    "GPT-NeoX, heads first": (lambda: gpt2(has_heads_first=True), 16),
+    "Gemma, one key": (gemma, 15),
+    "Phi-3, joined unequally": (phi3, 8),
+    "T5": (t5, 33),
+    "T5, its gradients": (lambda: gradients(t5()), 33),
+    "BERT": (bert, 18),
+    "ViT": (vit, 16),
+    "scanned": (scanned, 9),
+    "scanned, its gradients": (lambda: gradients(scanned()), 9),
+    "experts for all tokens": (lambda: mixture(all_experts), 16),
+    "Switch, tokens dispatched": (lambda: mixture(dispatched), 16),
+    "Megablox, tokens sorted": (lambda: mixture(sorted_by_expert), 14),
+    "Mixtral, experts apart": (experts_apart, 28),
+    "Equinox transformer": (equinox, 23),
+    "Equinox, scanned": (lambda: equinox(is_scanned=True), 13),
+    "NNX transformer": (nnx_transformer, 30),
+    "linen transformer, scanned": (linen_transformer, 16),
+    "Mixer": (mixer, 6),
     "convolutions": (conv_net, 0),
-    "RWKV": (recurrent, 0),
+    "RWKV": (recurrent, 17),
     "Equinox LSTM": (lstm, 0),
     "Equinox MLP": (equinox_mlp, 0),
-    "two towers": (two_towers, 0),
-    "as many positions as words": (lambda: trick("places T E", taken_by_place, positions=V), 0),
-    "as many hashes as words": (lambda: trick("hashes h E", hashed, h=V), 0),
-    "as many bins as words": (lambda: trick("bins E b; head E V", end=bins, b=V), 0),
-    "as many gates as neurons": (lambda: trick("gates E g", end=gates, g=N), 0),
-    "as many taps as heads": (lambda: trick("taps - E", convolved), 0),
-    "as many latents as heads": (lambda: trick(f"latents many E; {ASK}", perceiver), 0),
-    "as many learned keys": (lambda: trick(f"keys k H P; values k H P; {ASK}", prefixed), 0),
-    "two stages": (stages, 0),
+    "two towers": (two_towers, 10),
+    "as many positions as words": (lambda: trick("places T E", taken_by_place, positions=V), 15),
+    "as many hashes as words": (lambda: trick("hashes h E", hashed, h=V), 12),
+    "as many bins as words": (lambda: trick("bins E b; head E V", end=bins, b=V), 13),
+    "as many gates as neurons": (lambda: trick("gates E g", end=gates, g=N), 13),
+    "as many taps as heads": (lambda: trick("taps - E", convolved), 15),
+    "as many latents as heads": (lambda: trick(f"latents many E; {ASK}", perceiver), 14),
+    "as many learned keys": (lambda: trick(f"keys k H P; values k H P; {ASK}", prefixed), 18),
+    "two stages": (stages, 14),
 }
