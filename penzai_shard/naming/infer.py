@@ -18,7 +18,7 @@ from penzai_shard.naming.ties import AxisClass, Parts
 from penzai_shard.naming.trace import OF_TOKENS, AxisNames, CalledArray, trace_call
 from penzai_shard.paths import fold_key, group_paths, matches, nearest
 from penzai_shard.planning.name_axes import check_names, match_names
-from penzai_shard.reports.report import Column, HasReport, Report
+from penzai_shard.reports.report import Column, HasReport, Line, Report
 
 _TIMES = "*"
 _UNKNOWN = "not decided by the program"
@@ -96,22 +96,19 @@ def infer_names(
         if part not in known or known[part][0] != name:
             known[part] = (name, "an override says so")
     counts = collections.Counter(part for dims in parts.values() for part in {*sum(dims, ())})
+    # Numbers below zero are of no class of the program.
     doubts = {part: _UNUSED for part in counts if part.number < 0} | found.open
     dims: dict[str, tuple[NamedDim, ...]] = {}
     for weight in call.weights:
+        own = _name_dims(parts[weight.path], known, doubts, counts)
         if any(weight.names):
             of_dims = zip(weight.names, parts[weight.path], strict=True)
-            own = [NamedDim(name, "its array has this name", each) for name, each in of_dims]
-        else:
-            own = [*_name_dims(parts[weight.path], known, doubts, counts)]
-        if not weight.parts:
-            reason = f"{_UNUSED}; so it is in blocks that are"
-            own = [
-                dataclasses.replace(dim, reason=reason) if dim.parts[0].number >= 0 else dim
-                for dim in own
-            ]
+            own = (NamedDim(name, "its array has this name", each) for name, each in of_dims)
         dims[weight.path] = tuple(own)
-    return InferredNames(dims, dict.fromkeys(known[part] for part in counts if part in known))
+    axes: dict[Hashable, dict[str, None]] = {}
+    for name, reason in (known[part] for part in counts if part in known):
+        axes.setdefault(name, {})[reason] = None
+    return InferredNames(dims, axes)
 
 
 def _find_parts(
@@ -129,11 +126,9 @@ def _find_parts(
     for weight in weights:
         new = tuple((AxisClass(next(numbers), size),) for size in weight.shape)
         used = alike[fold_key(weight.path), weight.shape] or [new]
-        called = {tuple(tuple(map(names.get, parts)) for parts in dims) for dims in used}
-        is_known = len(called) == 1
-        copied = (
-            p if is_known and names.keys() >= {*p} else n for p, n in zip(used[0], new, strict=True)
-        )
+        is_one = len({tuple(tuple(map(names.get, parts)) for parts in dims) for dims in used}) == 1
+        pairs = zip(used[0], new, strict=True)
+        copied = (old if is_one and names.keys() >= {*old} else own for old, own in pairs)
         found[weight.path] = weight.parts or tuple(copied)
     return found
 
@@ -194,36 +189,35 @@ def _name_dims(
     counts: Mapping[AxisClass, int],
 ) -> Iterator[NamedDim]:
     """The dimensions of an array, each called by the names of all that it is a product of."""
-    # An array has each name once: of equal ones the axis keeps it that more weights have.
-    places = [(dim, n) for dim, parts in enumerate(dims) for n, _ in enumerate(parts)]
+    places = {(dim, n): part for dim, parts in enumerate(dims) for n, part in enumerate(parts)}
+    named: dict[tuple[int, int], tuple[Hashable | None, str]] = {}
     owners: dict[Hashable, tuple[int, int]] = {}
-    for dim, n in sorted(places, key=lambda place: -counts[dims[place[0]][place[1]]]):
-        owners.setdefault(known.get(dims[dim][n], (dims[dim][n],))[0], (dim, n))
+    repeated = set()
+    # An array has each name once: of equal ones the axis keeps it that more weights have.
+    for place in sorted(places, key=lambda place: -counts[places[place]]):
+        part = places[place]
+        name, reason = known.get(part, (None, doubts.get(part, _UNKNOWN)))
+        owner = owners.setdefault(part if name is None else name, place)
+        if owner != place and places[owner] == part:
+            name, reason = None, "another dimension is the same axis"
+            repeated.add(place[0])
+        elif owner != place:
+            name, reason = None, f"it would be {name!r}, as another dimension is"
+        named[place] = name, reason
 
     for dim, parts in enumerate(dims):
-        names: list[Hashable | None] = []
-        reasons, is_repeat = [], False
-        for n, part in enumerate(parts):
-            name, reason = known.get(part, (None, doubts.get(part, _UNKNOWN)))
-            i, j = owners[part if name is None else name]
-            if (i, j) != (dim, n):
-                reason = f"it would be {name!r}, as another dimension is"
-                name, is_repeat = None, is_repeat or dims[i][j] == part
-            names.append(name)
-            reasons.append(reason)
-        if _sizes_text(parts) == "1" and names == [None]:
+        names, reasons = zip(*(named[dim, n] for n, _ in enumerate(parts)), strict=True)
+        if None not in names:
+            told = map("{}: {}".format, names, reasons) if len(parts) > 1 else reasons
+            name = _TIMES.join(map(str, names)) if len(parts) > 1 else names[0]
+            yield NamedDim(name, "; ".join(told), parts)
+        elif _sizes_text(parts) == "1":
             yield NamedDim(None, "its length is 1", parts)
-        elif None in names:
+        else:
             first = names.index(None)
             of = f"of {_sizes_text(parts)} the {parts[first].size}: " if len(parts) > 1 else ""
             # No override can name what is the same axis as another dimension.
-            pieces = () if is_repeat else tuple(names)
-            yield NamedDim(None, of + reasons[first], parts, pieces)
-        elif len(parts) == 1:
-            yield NamedDim(names[0], reasons[0], parts)
-        else:
-            told = "; ".join(map("{}: {}".format, names, reasons))
-            yield NamedDim(_TIMES.join(map(str, names)), told, parts)
+            yield NamedDim(None, of + reasons[first], parts, () if dim in repeated else names)
 
 
 # Results
@@ -237,13 +231,13 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
 
     Attributes:
         dims: The dimensions of each weight.
-        axes: Each name of an axis with its reason, once.
+        axes: The name of each axis, with its reasons.
     """
 
     def __init__(
-        self, dims: Mapping[str, tuple[NamedDim, ...]], axes: Iterable[tuple[Hashable, str]] = ()
+        self, dims: Mapping[str, tuple[NamedDim, ...]], axes: Mapping[Hashable, Iterable[str]]
     ) -> None:
-        self.dims, self.axes = dims, tuple(axes)
+        self.dims, self.axes = dims, axes
 
     def __getitem__(self, path: str) -> tuple[Hashable | None, ...]:
         return tuple(dim.name for dim in self._dims_at(path))
@@ -278,8 +272,8 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
         labels, known = self._labels(), set[AxisClass]()
         rows = []
         for path, dims in self.dims.items():
-            new = {part for dim in dims if dim.open for part in dim.parts} - known
-            if new:
+            new = {part for dim in dims if dim.open for part in dim.parts if part in labels}
+            if new - known:
                 known |= new
                 rows.append((path, tuple(_text_of(dim, labels) for dim in dims)))
         text = ""
@@ -291,56 +285,49 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
             text += "".join(f"    {path!r}: {names!r},\n" for path in paths)
         return f"overrides={{\n{text}}}" if text else "overrides={}"
 
-    def _labels(self) -> dict[Any, str]:
+    def _labels(self) -> dict[AxisClass, str]:
         """What each axis that is open can be called; in equal blocks those at one place are one."""
-        places: dict[Any, list[tuple[Any, ...]]] = collections.defaultdict(list)
+        places: dict[AxisClass, list[tuple[str, int, int]]] = collections.defaultdict(list)
         for path, dims in self.dims.items():
             for number, dim in enumerate(dims):
                 for index, name in enumerate(dim.open):
                     if name is None:
-                        sizes = _sizes_text(dim.parts)
-                        places[dim.parts[index]].append((path, number, index, sizes))
-        labels: dict[Any, str] = {}
-        numbers = itertools.count(1)
-        for key, found in places.items():
+                        places[dim.parts[index]].append((path, number, index))
+        labels: dict[AxisClass, str] = {}
+        by_place: dict[Any, str] = {}
+        for part, found in places.items():
             is_of_block = len({tuple(_NUMBER.findall(path)) for path, *_ in found}) == 1
-            alike = [(fold_key(path), *place) for path, *place in found] if is_of_block else []
-            known = [labels[place] for place in alike if place in labels]
-            label = known[0] if known else f"axis_{next(numbers)}"
-            labels |= dict.fromkeys([key, *alike], label)
+            place = frozenset((fold_key(path), *rest) for path, *rest in found)
+            key = (place, part.size) if is_of_block else part
+            labels[part] = by_place.setdefault(key, f"axis_{len(by_place) + 1}")
         return labels
 
     def report(self) -> Report:
         """The names as a table: weights with open dimensions first, and what to write for them."""
-        labels = self._labels()
+        marks = {part: f"{label}?" for part, label in self._labels().items()}
         rows: list[tuple[Any, ...]] = []
         for path, dims in self.dims.items():
-            doubts: dict[str, list[str]] = {}
-            for dim in dims:
-                if dim.open:
-                    doubts.setdefault(dim.reason, []).append(_text_of(dim, labels))
-            doubt = "; ".join(f"{', '.join(texts)}: {reason}" for reason, texts in doubts.items())
-            pairs = [(_text_of(dim, labels), "?" * bool(dim.open)) for dim in dims]
-            shown = ", ".join(
-                f"{'' if text is None else f'{text}{mark}='}{_sizes_text(dim.parts)}"
-                for (text, mark), dim in zip(pairs, dims, strict=True)
-            )
-            rows.append((path, shown, doubt or None, False if doubt else None))
+            texts = [(_text_of(dim, marks), _sizes_text(dim.parts)) for dim in dims]
+            shown = ", ".join(size if text is None else f"{text}={size}" for text, size in texts)
+            pairs = zip(dims, texts, strict=True)
+            doubts = [f"{text}: {dim.reason}" for dim, (text, _) in pairs if dim.open]
+            rows.append((path, shown, "; ".join(doubts), False if doubts else None))
         rows.sort(key=lambda row: row[-1] is None)
-        why: dict[Hashable, list[str]] = {}
-        for axis, reason in self.axes:
-            why.setdefault(axis, []).append(reason)
-        notes = [f"{axis}: {'; '.join(why[axis])}" for axis in why]
         verdict = f"{len(rows):,} weights, {sum(row[-1] is None for row in rows):,} with all names"
-        write: list[str] = []
-        if labels:
-            verdict += f"; {len({*labels.values()}):,} logical axes are open"
-            write = ["Name what is open, and call it again with", *self.overrides().splitlines()]
-        facts = {"names": dict(self), "reasons": {path: self.reasons(path) for path in self}}
-        lines = [[(line, "")] for line in write]
-        columns, ok = _COLUMNS, not labels
+        lines: list[Line] = []
+        if marks:
+            verdict += f"; {len({*marks.values()}):,} logical axes are open"
+            text = f"Name what is open, and call it again with\n{self.overrides()}"
+            lines = [[(line, "")] for line in text.splitlines()]
         return Report(
-            "Names", verdict, columns, rows, notes, ok, facts, drawing=lambda width: lines
+            "Names",
+            verdict,
+            _COLUMNS,
+            rows,
+            notes=[f"{axis}: {'; '.join(reasons)}" for axis, reasons in self.axes.items()],
+            ok=not marks,
+            facts={"names": dict(self), "reasons": {path: self.reasons(path) for path in self}},
+            drawing=lambda width: lines,
         )
 
 
