@@ -1,0 +1,136 @@
+"""A time that no compilation of a layout can beat, by hand and against compiled steps."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.choosing.bound import bound
+from penzai_shard.choosing.candidates import Candidate, make_candidates
+from penzai_shard.choosing.compiled import compile_candidates
+from penzai_shard.choosing.hardware import Hardware, step_time
+from penzai_shard.choosing.problem import read_problem
+
+HARDWARE = Hardware.read("v5e:4")
+LINK = 50e9
+WITHOUT = {"vocabulary": None, "names": {"heads": None}}
+TENSOR_PARALLEL = pzs.Layout.tensor_parallel(**WITHOUT)
+# Two weights of float32.
+WEIGHTS = 2 * 512 * 2048 * 4
+
+
+def make_mlp():
+    """Two layers of Penzai, whose parameters a layout gathers."""
+
+    def build():
+        key, narrow, wide = jax.random.key(0), {"embedding": 512}, {"neurons": 2048}
+        up = pz.nn.Linear.from_config("up", key, narrow, wide)
+        return pz.nn.Sequential([up, pz.nn.Linear.from_config("down", key, wide, narrow)])
+
+    def loss_fn(model, rng, state, x):
+        return (model(x).untag("batch", "embedding") ** 2).mean().unwrap(), state, {}
+
+    x = jax.eval_shape(lambda: pz.nx.zeros({"batch": 8, "embedding": 512}))
+    return read_problem(pzs.abstract_model(build), loss_fn, optax.adam(1e-3), {"x": x})
+
+
+def make_weights():
+    """The same of plain weights, and a table of which few rows are looked up."""
+    names = {
+        "table": ("vocabulary", "embedding"),
+        "up": ("embedding", "neurons"),
+        "down": ("neurons", "embedding"),
+    }
+    lengths = {"vocabulary": 8192, "embedding": 512, "neurons": 2048}
+    shapes = {
+        path: jax.ShapeDtypeStruct(tuple(lengths[axis] for axis in axes), "float32")
+        for path, axes in names.items()
+    }
+
+    def loss_fn(model, rng, state, tokens):
+        x = model["table"][tokens]
+        return ((x + jnp.tanh(x @ model["up"]) @ model["down"]) ** 2).mean(), state, {}
+
+    tokens = {"tokens": jax.ShapeDtypeStruct((8,), "int32")}
+    model = pzs.name_axes(shapes, names)
+    return read_problem(model, loss_fn, optax.adam(1e-3), tokens, plain_arrays=True)
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return make_mlp()
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh_sizes", "sent"),
+    [
+        # An all-reduce; scattered and gathered; gathered and scattered: all the same.
+        (pzs.Layout.data_parallel(), {"data": 4}, 2 * 3 / 4),
+        (pzs.Layout.zero1(), {"data": 4}, 2 * 3 / 4),
+        (pzs.Layout.fully_sharded(), {"data": 4}, 2 * 3 / 4),
+        # Each device has half of each weight, and one other device has the same half.
+        (TENSOR_PARALLEL, {"data": 2, "model": 2}, 1 / 2),
+        # Activations are not counted.
+        (pzs.Layout.tensor_parallel(None, **WITHOUT), {"model": 4}, 0.0),
+    ],
+)
+def test_bound_is_what_must_be_sent_by_hand(mlp, layout, mesh_sizes, sent):
+    candidate = Candidate(tuple(mesh_sizes.items()), layout)
+    rate = HARDWARE.bandwidths(mesh_sizes).get("data", LINK)
+    parts = 4 if layout.optimizer or layout.parameters.rules else 1
+    parts = 2 if layout == TENSOR_PARALLEL else parts
+    # Two moments, read and written.
+    update = 4 * WEIGHTS / parts / HARDWARE.memory_bandwidth
+    assert bound(mlp, candidate, HARDWARE) == pytest.approx(
+        max(sent * WEIGHTS / rate, update), rel=0.01
+    )
+
+
+def test_bound_between_hosts_is_that_of_their_network(mlp):
+    layout = pzs.Layout.hybrid()
+    candidate = Candidate((("replica", 2), ("data", 2)), layout)
+    # Over both: gradients; within hosts: parameters; between them: what each has of gradients.
+    rates = {"replica": 50e9, "data": 450e9}
+    between, within, over_both = WEIGHTS / 4, WEIGHTS / 2, WEIGHTS * 3 / 4
+    least = max(between / rates["replica"], (between + within + over_both) / sum(rates.values()))
+    assert bound(mlp, candidate, Hardware.read("h100:2x2")) == pytest.approx(least, rel=0.01)
+
+
+def test_bound_of_much_computing_is_that_of_its_operations():
+    """Three products of 2 x 64 x 512 x 2048 for each of two weights, but the first input's."""
+
+    def loss_fn(model, rng, state, x):
+        return (jnp.tanh(x @ model["up"]) @ model["down"]).mean(), state, {}
+
+    shapes = {"up": (512, 2048), "down": (2048, 512)}
+    weights = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    names = {"up": ("embedding", "neurons"), "down": ("neurons", "embedding")}
+    x = {"x": jax.ShapeDtypeStruct((65_536, 512), "float32")}
+    model = pzs.name_axes(weights, names)
+    problem = read_problem(model, loss_fn, optax.sgd(0.1), x, plain_arrays=True)
+    candidate = Candidate((("data", 4),), pzs.Layout.data_parallel(blocks=()))
+    flops = 5 * 2 * 65_536 * 512 * 2048 / 4
+    assert bound(problem, candidate, HARDWARE) == pytest.approx(flops / HARDWARE.flops, rel=1e-6)
+
+
+def test_bound_of_one_example_at_a_time_counts_no_gradients_of_weights(mlp):
+    def flops_of(microbatches):
+        candidate = Candidate((("data", 2), ("model", 2)), TENSOR_PARALLEL, microbatches)
+        # Where nothing but computing takes time.
+        fast = Hardware("fast", HARDWARE.topology, 1.0, None, memory_bandwidth=1e30, link=1e30)
+        return bound(mlp, candidate, fast)
+
+    assert flops_of(4) == flops_of(2) / 2
+
+
+@pytest.mark.parametrize("make_problem", [make_mlp, make_weights])
+def test_bound_is_never_above_a_compiled_step(make_problem):
+    """With few examples, XLA moves rows and activations rather than what is not gathered."""
+    problem = make_problem()
+    found = make_candidates(problem, [{"data": 4}, {"data": 2, "model": 2}], microbatches=(1,))
+    chosen = [each for each in found if each.layout.rematerialise is None][:8]
+    for candidate, cost in zip(chosen, compile_candidates(problem, chosen), strict=True):
+        exact = step_time(cost, dict(candidate.mesh_sizes), HARDWARE).bound
+        assert bound(problem, candidate, HARDWARE) <= exact * 1.0001, candidate.words
