@@ -309,15 +309,17 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
         for path, dims in self.dims.items():
             texts = [(_text_of(dim, marks), _sizes_text(dim.parts)) for dim in dims]
             shown = ", ".join(size if text is None else f"{text}={size}" for text, size in texts)
-            pairs = zip(dims, texts, strict=True)
-            doubts = [f"{text}: {dim.reason}" for dim, (text, _) in pairs if dim.open]
-            rows.append((path, shown, "; ".join(doubts), False if doubts else None))
+            # The mark itself says that nothing more is known.
+            pairs = zip(texts, dims, strict=True)
+            told = [(text, dim.reason) for (text, _), dim in pairs if dim.open]
+            doubt = "; ".join(f"{text}: {why}" for text, why in told if why != _UNKNOWN)
+            rows.append((path, shown, doubt, False if told else None))
         rows.sort(key=lambda row: row[-1] is None)
         verdict = f"{len(rows):,} weights, {sum(row[-1] is None for row in rows):,} with all names"
         lines: list[Line] = []
         if marks:
             verdict += f"; {len({*marks.values()}):,} logical axes are open"
-            text = f"Name what is open, and call it again with\n{self.overrides()}"
+            text = f"Name what has a question mark, and call it again with\n{self.overrides()}"
             lines = [[(line, "")] for line in text.splitlines()]
         return Report(
             "Names",
