@@ -1,15 +1,14 @@
 """Prices candidates by compiling their steps for simulated devices; nothing runs.
 
-Of compilers for CPUs the programs, and so operations and collectives, are those of accelerators.
-What they hold is an estimate, for which they are asked to run operations in an order that holds
-little, as compilers for accelerators do.
+What compilers for CPUs make computes and sends as programs for accelerators do. What it holds is an
+estimate: they are asked to run operations in an order that holds little, as those compilers do.
 """
 
 import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,11 +19,10 @@ from penzai_shard.choosing.cost import Sent, StepCost, extrapolate
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.errors import CompilationError, ShardingError
-from penzai_shard.errors import Problem as Mistake
 from penzai_shard.inspection.attribution import Part
 from penzai_shard.inspection.collectives import wire_bytes
-from penzai_shard.inspection.compiling import make_compiled_step, read_standard_error
-from penzai_shard.inspection.hlo import Instruction, Program
+from penzai_shard.inspection.compiling import CompiledStep, make_compiled_step, read_standard_error
+from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
 from penzai_shard.inspection.memory import make_memory_report
 from penzai_shard.jax_internals import compiler
@@ -55,126 +53,119 @@ def compile_candidates(
     """
     cut = None if whole else cut_model(problem)
     models = [problem.model] if cut is None else [cut.one, cut.two]
-    threads, results = ThreadPoolExecutor(2, "compiling"), list[StepCost | ShardingError]()
+    threads, started = ThreadPoolExecutor(2), list[Any]()
     with read_standard_error([]):
         try:
-            started = [_start(problem, each, models, threads) for each in candidates]
-            for steps in started:
+            for candidate in candidates:
                 try:
-                    if isinstance(steps, ShardingError):
-                        raise steps
-                    costs = [_read_cost(step, future) for step, future in steps]
-                    results.append(costs[0] if cut is None else _extrapolate(*costs, cut.blocks))
+                    started.append([_start(problem, candidate, x, threads) for x in models])
                 except ShardingError as error:
-                    results.append(error)
+                    started.append(error)
+            found = [_finish(steps, 1 if cut is None else cut.blocks) for steps in started]
         finally:
             # Whoever interrupts does not wait for what has not begun.
             threads.shutdown(cancel_futures=True)
-    return results
+    return found
 
 
 def _start(
-    problem: Problem, candidate: Candidate, models: Sequence[Any], threads: ThreadPoolExecutor
-) -> list[tuple[LoweredStep, "Future[compiler.Compiled]"]] | ShardingError:
-    started, mesh = [], candidate.mesh
-    devices = compiler.simulated_devices(mesh.size)
-    options = compiler.compile_options(mesh.size, overrides=_FLAGS)
-    try:
-        for model in models:
-            step, state, inputs = problem.build(candidate, model=model)
-            lowered = lower_step(step, (state,), inputs, "choose_layout")
-            bytecode = compiler.write_bytecode(lowered.lowered, with_float16=True)
-            future = threads.submit(compiler.compile_bytecode, bytecode, devices, options)
-            started.append((lowered, future))
-    except ShardingError as error:
-        return error
-    return started
+    problem: Problem, candidate: Candidate, model: Any, threads: ThreadPoolExecutor
+) -> tuple[LoweredStep, "Future[compiler.Compiled]"]:
+    step, state, inputs = problem.build(candidate, model=model)
+    lowered = lower_step(step, (state,), inputs, "choose_layout")
+    count = candidate.mesh.size
+    return lowered, threads.submit(
+        compiler.compile_bytecode,
+        compiler.write_bytecode(lowered.lowered, with_float16=True),
+        compiler.simulated_devices(count),
+        compiler.compile_options(count, overrides=_FLAGS),
+    )
 
 
-def _read_cost(step: LoweredStep, future: "Future[compiler.Compiled]") -> StepCost:
+def _finish(steps: Any, blocks: int) -> StepCost | ShardingError:
+    if isinstance(steps, ShardingError):
+        return steps
     try:
-        compiled = make_compiled_step(step, future.result(), "cpu", None, "")
+        costs = [
+            _read_cost(make_compiled_step(step, future.result(), "cpu", None, ""))
+            for step, future in steps
+        ]
     except jax.errors.JaxRuntimeError as error:
-        problem = Mistake("", str(error))
-        raise CompilationError("choose_layout: the compiler says:", [problem]) from error
+        return CompilationError(f"choose_layout: the compiler says: {error}")
+    return costs[0] if len(costs) == 1 else _extrapolate(costs[0], costs[1], blocks)
+
+
+def _extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
+    """The cost of all blocks, which hold no less than one of them."""
+    memory = {name: max(held, one.memory[name]) for name, held in two.memory.items()}
+    cost = extrapolate(one, dataclasses.replace(two, memory=memory), blocks)
+    # What one block sends may have other owners than what two send, though all of them together
+    # send as much more with each block.
+    sent = []
+    for line in cost.sent:
+        first, second = (each.traffic.get(line.mesh_axes, 0.0) for each in (one, two))
+        total = max(first + (blocks - 1) * (second - first), 0.0)
+        share = line.bytes / (cost.traffic[line.mesh_axes] or 1.0)
+        sent.append(dataclasses.replace(line, bytes=total * share))
+    return dataclasses.replace(cost, sent=tuple(sent))
+
+
+# A compiled step
+
+
+def _read_cost(compiled: CompiledStep) -> StepCost:
     held = make_memory_report(compiled.step, compiled.figures, None)
     memory = {
         "parameters": held.parameters + held.constants + held.state_variables,
         "optimizer": held.optimizer_state,
         "inputs": held.inputs,
     }
-    # Gradients, too, and what is gathered: a program does not say which is which.
+    # With gradients, and what is gathered: a program does not say which is which.
     memory["activations"] = max(held.total - sum(memory.values()), 0)
-    sent: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    sent: dict[Any, float] = collections.defaultdict(float)
     for one in compiled.collectives.collectives:
         for part in one.parts:
             # Compilers for CPUs write a reduce-scatter as an all-reduce and a slice.
             kind = "reduce-scatter" if part.keeps_slice else one.kind
             count = wire_bytes(kind, part.payload_bytes, one.group_size) * (one.times or 1)
-            what, names = _read_kind(compiled.step, part)
-            sent[what, names, one.mesh_axes or ()] += count
-    lines = tuple(Sent(*reason, bytes=count) for reason, count in sent.items() if count)
-    memory = {name: float(count) for name, count in memory.items()}
-    return StepCost(float(_count_flops(compiled.program)), lines, memory)
+            sent[*_read_kind(compiled.step, part), one.mesh_axes or ()] += count
+    lines = tuple(Sent(*reason, count) for reason, count in sent.items() if count)
+    in_bytes = {name: float(count) for name, count in memory.items()}
+    return StepCost(float(_count_flops(compiled.program)), lines, in_bytes)
 
 
 def _read_kind(step: LoweredStep, part: Part) -> tuple[str, tuple[Any, ...]]:
     """What a collective moves, and its logical axes if it is of an array of the state."""
-    start, _, path = part.moves.rpartition(" of ")
+    path = part.moves.rpartition(" of ")[2]
     array = next((x for x in step.arguments if x.path == path), None)
-    if array is None:
-        return ("optimizer" if part.phase == "optimizer" else "activation"), ()
-    kinds = {"parameters": "gradient" if start else "parameter", "optimizer state": "optimizer"}
-    what = "optimizer" if part.phase == "optimizer" else kinds.get(array.part, "activation")
-    return what, tuple(array.names or ())
+    is_gradient = part.moves.startswith("gradient of ")
+    # What layers pass on, down to a table of embeddings, is not the gradient of that.
+    owners = [layer for layer in part.layers if layer in step.layers.order]
+    if array is not None and is_gradient and owners:
+        array = array if {*owners} & {*step.layers.holders(path)} else None
+    if part.phase == "optimizer" or (array and array.part == "optimizer state"):
+        return "optimizer", tuple((array and array.names) or ())
+    if array is None or array.part != "parameters":
+        return "activation", ()
+    return "gradient" if is_gradient else "parameter", tuple(array.names or ())
 
 
-def _extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
-    """The cost of all blocks.
-
-    Where there is less of a line with two blocks than with one, it has another owner, though all
-    lines together send what they should: then lines are put together.
-    """
-    reasons: list[Callable[[Sent], tuple[Any, ...]]] = [
-        lambda line: (line.what, line.names, line.mesh_axes),
-        lambda line: (line.what, (), line.mesh_axes),
-        lambda line: ("activation", (), line.mesh_axes),
-    ]
-    for reason in reasons:
-        sums = collections.Counter[tuple[Any, ...]](), collections.Counter[tuple[Any, ...]]()
-        for found, cost in zip(sums, (one, two), strict=True):
-            for line in cost.sent:
-                found[reason(line)] += line.bytes
-        if all(sums[1][key] >= count for key, count in sums[0].items()):
-            break
-    one, two = (
-        dataclasses.replace(cost, sent=tuple(Sent(*key, bytes=n) for key, n in found.items()))
-        for cost, found in zip((one, two), sums, strict=True)
-    )
-    return extrapolate(one, two, blocks)
-
-
-def _count_flops(program: Program) -> int:
-    total = 0
+def _count_flops(program: Program) -> float:
+    """Operations of products and convolutions, as often as they run."""
+    total = 0.0
     for one in program:
-        if one.opcode in ("dot", "convolution"):
-            left, right = (operand.results[0].shape for operand in program.operands(one)[:2])
-            total += (
-                2
-                * one.results[0].size
-                * _count_summed(one, left, right)
-                * (program.times[one.computation][0] or 1)
-            )
+        if one.opcode not in ("dot", "convolution"):
+            continue
+        left, right = (operand.results[0].shape for operand in program.operands(one)[:2])
+        if one.opcode == "dot":
+            dims = re.findall(r"\d+", one.attribute("lhs_contracting_dims") or "")
+            summed: float = math.prod(left[int(dim)] for dim in dims)
+        else:
+            labels = re.split("_|->", one.attribute("dim_labels") or "")[1]
+            sizes = zip(labels, right, strict=True)
+            summed = math.prod(size for label, size in sizes if label != "o")
+            # Between the elements of a dilated image there is nothing to multiply.
+            dilation = re.search(r"lhs_dilate=([\dx]+)", one.attribute("window") or "")
+            summed /= math.prod(map(int, dilation[1].split("x"))) if dilation else 1
+        total += 2 * one.results[0].size * summed * (program.times[one.computation][0] or 1)
     return total
-
-
-def _count_summed(one: Instruction, left: Sequence[int], right: Sequence[int]) -> float:
-    """How many products are added up in each number that a product or convolution gives."""
-    if one.opcode == "dot":
-        dims = re.findall(r"\d+", one.attribute("lhs_contracting_dims") or "")
-        return math.prod(left[int(dim)] for dim in dims)
-    # Between the elements of a dilated image there is nothing to multiply.
-    labels = re.split("_|->", one.attribute("dim_labels") or "")[1]
-    dilation = re.search(r"lhs_dilate=([\dx]+)", one.attribute("window") or "")
-    taken = math.prod(size for label, size in zip(labels, right, strict=True) if label != "o")
-    return taken / math.prod(map(int, dilation[1].split("x"))) if dilation else taken

@@ -12,14 +12,14 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from penzai import pz
 
 from penzai_shard.arrays.kinds import is_array, itemsize
-from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
+from penzai_shard.arrays.structure import leaves_of, with_arrays
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
 from penzai_shard.paths import fold_key
@@ -50,15 +50,15 @@ class _Run(NamedTuple):
 
     Attributes:
         node: What they are in.
-        count: How many there are.
-        cut: Gives the node with so many of them.
+        blocks: How many there are.
         is_certain: Whether each of them surely runs once, after the one before.
+        cut: Gives the node with so many of them.
     """
 
     node: Any
-    count: int
-    cut: Callable[[int], Any]
+    blocks: int
     is_certain: bool
+    cut: Callable[[int], Any]
 
 
 @functools.lru_cache(maxsize=4)
@@ -76,45 +76,43 @@ def cut_model(problem: Problem) -> Cut | None:
         The models; None if there are fewer than four blocks, if they run in a loop, or if the loss
         function, which is traced, does not take fewer of them or does not compute that much less.
     """
-    by_count = collections.defaultdict(list)
-    for run in _find_runs(problem.model):
-        by_count[run.count].append(run)
-    if not by_count:
+    model, by_count = problem.model, collections.defaultdict(list)
+    for run in _find_runs(model):
+        by_count[run.blocks].append(run)
+    ones = {blocks: _cut_runs(model, runs, 1) for blocks, runs in by_count.items()}
+    blocks = min(ones, key=lambda count: _count_bytes(ones[count])["bytes"], default=0)
+    if not blocks:
         return None
-    whole = _count_bytes(problem.model)
-    ones = {count: _cut_runs(problem.model, runs, 1) for count, runs in by_count.items()}
-    blocks, one = min(ones.items(), key=lambda item: _count_bytes(item[1]))
     runs = by_count[blocks]
-    two, three = (_cut_runs(problem.model, runs, kept) for kept in (2, 3))
-
-    # A parameter of some of the blocks is none of each.
-    first, second = _count_bytes(one), _count_bytes(two)
-    if first + (blocks - 1) * (second - first) != whole:
+    one, two, three = (_cut_runs(model, runs, kept) for kept in (1, 2, 3))
+    # Of parameters that some blocks share there are not as many more with each block.
+    if not _is_linear([_count_bytes(each) for each in (one, two, model)], blocks):
         return None
-    # To trace all of a hundred blocks takes longer than to price them.
-    is_certain = all(run.is_certain for run in runs)
-    third, depth = (three, 3) if is_certain else (problem.model, blocks)
+    # To trace all of a hundred blocks may take longer than to price them.
+    last, depth = (three, 3) if all(run.is_certain for run in runs) else (model, blocks)
     try:
-        found = [_count_products(_trace_loss(problem, model)) for model in (one, two, third)]
+        products = [_count_products(_trace_loss(problem, each)) for each in (one, two, last)]
     except Exception:
         # Whatever a loss function raises for a model of another depth, it does not take one.
         return None
-    is_linear = all(
-        found[0][key] + (depth - 1) * (found[1][key] - found[0][key]) == found[2][key]
-        for key in {*found[0], *found[1], *found[2]}
+    return Cut(one, two, blocks) if _is_linear(products, depth) else None
+
+
+def _is_linear(counts: Sequence[Mapping[Hashable, int]], blocks: int) -> bool:
+    """Whether what many blocks have follows from what one has and two have."""
+    one, two, many = counts
+    return all(
+        one[key] + (blocks - 1) * (two[key] - one[key]) == many[key] for key in {*one, *two, *many}
     )
-    return Cut(one, two, blocks) if is_linear else None
+
+
+def _count_bytes(model: Any) -> Mapping[Hashable, int]:
+    return {"bytes": sum(math.prod(x.shape) * itemsize(x.dtype) for x in leaves_of(model))}
 
 
 def _cut_runs(model: Any, runs: Sequence[_Run], kept: int) -> Any:
     new = {id(run.node): run.cut(kept) for run in runs}
-    return jax.tree.map(
-        lambda node: new.get(id(node), node), model, is_leaf=lambda node: id(node) in new
-    )
-
-
-def _count_bytes(model: Any) -> int:
-    return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in leaves_of(model))
+    return jax.tree.map(lambda x: new.get(id(x), x), model, is_leaf=lambda x: id(x) in new)
 
 
 # Equal blocks
@@ -122,31 +120,31 @@ def _count_bytes(model: Any) -> int:
 
 def _find_runs(node: Any, is_certain: bool = False) -> Iterator[_Run]:
     """The runs of equal blocks in a tree, none of them inside a block of another."""
-    inside = jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
-    is_list = type(node) in (list, tuple) or isinstance(node, MutableSequence)
     if isinstance(node, pz.nn.LayerStack):
-        inside, count = [], node.stack_axis_size
-        if not isinstance(node, RolledLayerStack) and count >= _LEAST_BLOCKS:
-            yield _Run(node, count, functools.partial(_cut_stack, node), True)
-    elif is_list or isinstance(node, dict):
+        blocks = node.stack_axis_size
+        if not isinstance(node, RolledLayerStack) and blocks >= _LEAST_BLOCKS:
+            yield _Run(node, blocks, True, functools.partial(_cut_stack, node))
+        return
+    rest, is_list = node, type(node) in (list, tuple) or isinstance(node, MutableSequence)
+    if is_list or isinstance(node, dict):
         keys = [*range(len(node))] if is_list else _find_numbered(node)
-        start, period, count = _find_repetition([_kind_of(node[key]) for key in keys])
-        if count:
+        start, period, blocks = _find_repetition([_kind_of(node[key]) for key in keys])
 
-            def cut(kept: int) -> Any:
-                gone = {*keys[start + kept * period : start + count * period]}
-                if is_list:
-                    return type(node)([x for i, x in enumerate(node) if i not in gone])
-                return {key: x for key, x in node.items() if key not in gone}
+        def cut(kept: int) -> Any:
+            gone = {*keys[start + kept * period : start + blocks * period]}
+            if is_list:
+                return type(node)([x for i, x in enumerate(node) if i not in gone])
+            return {key: x for key, x in node.items() if key not in gone}
 
-            yield _Run(node, count, cut, is_certain)
-            inside = jax.tree.leaves(rest := cut(0), is_leaf=lambda inner: inner is not rest)
-    for inner in inside:
-        if inner is not node:
+        if blocks:
+            yield _Run(node, blocks, is_certain, cut)
+            rest = cut(0)
+    for inner in jax.tree.leaves(rest, is_leaf=lambda inner: inner is not rest):
+        if inner is not rest:
             yield from _find_runs(inner, isinstance(node, pz.nn.Sequential))
 
 
-def _find_numbered(node: dict[Any, Any]) -> list[Any]:
+def _find_numbered(node: Mapping[Any, Any]) -> list[Any]:
     """The keys of a dictionary that differ in their numbers only, in the order of these."""
     groups = collections.defaultdict(list)
     for key in node:
@@ -159,36 +157,32 @@ def _find_repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
     """Where items repeat: the first of them, how many are one block, and how many blocks."""
     best = 0, 0, 0
     for period in range(1, len(kinds) // _LEAST_BLOCKS + 1):
-        start = 0
-        are_equal = itertools.starmap(operator.eq, zip(kinds, kinds[period:], strict=False))
-        for is_equal, group in itertools.groupby(are_equal):
+        start, pairs = 0, zip(kinds, kinds[period:], strict=False)
+        for is_equal, group in itertools.groupby(itertools.starmap(operator.eq, pairs)):
             length = len([*group])
-            count = (length + period) // period
-            if is_equal and count >= _LEAST_BLOCKS and count * period > best[1] * best[2]:
-                best = start, period, count
+            blocks = (length + period) // period
+            if is_equal and blocks >= _LEAST_BLOCKS and blocks * period > best[1] * best[2]:
+                best = start, period, blocks
             start += length
     return best
 
 
 def _kind_of(item: Any) -> Hashable:
-    """Equal for items that are alike but for the values of their arrays and numbers in labels."""
+    """Equal for items that are alike but for the values of arrays and the numbers in labels."""
     leaves, structure = jax.tree.flatten(item)
     kinds = [(x.shape, x.dtype) if is_array(x) else fold_key(repr(x)) for x in leaves]
     # Functions that are made anew for each block are not equal, but written alike.
-    return fold_key(str(structure)), tuple(kinds)
+    return fold_key(str(structure)), *kinds
 
 
 def _cut_stack(stack: Any, kept: int) -> Any:
-    leaves, structure = flatten(stack.stacked_sublayers)
-
-    def shorten(leaf: Leaf) -> Any:
-        if stack.stack_axis not in (leaf.names or ()):
-            return leaf.value
-        pairs = zip(leaf.names or (), leaf.shape, strict=True)
-        shape = tuple(kept if name == stack.stack_axis else size for name, size in pairs)
-        return leaf.value.update(shape=shape)
-
-    layers = structure.fill([shorten(leaf) for leaf in leaves])
+    axis, shorter = stack.stack_axis, {}
+    for leaf in leaves_of(stack.stacked_sublayers):
+        if leaf.names is not None and axis in leaf.names:
+            pairs = zip(leaf.names, leaf.shape, strict=True)
+            shape = tuple(kept if name == axis else size for name, size in pairs)
+            shorter[leaf.path] = leaf.value.update(shape=shape)
+    layers = with_arrays(stack.stacked_sublayers, shorter)
     return dataclasses.replace(stack, stacked_sublayers=layers, stack_axis_size=kept)
 
 
@@ -196,12 +190,12 @@ def _cut_stack(stack: Any, kept: int) -> Any:
 
 
 def _trace_loss(problem: Problem, model: Any) -> Any:
-    options = dict(problem.step_options)
+    options = problem.step_options
     state = TrainState.initial_state(
-        model, problem.optimizer, jax.random.key(0), plain_arrays=options.get("plain_arrays")
+        model, problem.optimizer, jax.random.key(0), plain_arrays=options["plain_arrays"]
     )
     evaluate = build_eval_step_fn(problem.loss_fn, batch_axis=options["batch_axis"])
-    return evaluate.trace(state, **problem.loss_inputs).jaxpr
+    return evaluate.trace(state, **problem.as_given(problem.inputs)).jaxpr
 
 
 def _count_products(program: Any) -> collections.Counter[Hashable]:
@@ -212,6 +206,5 @@ def _count_products(program: Any) -> collections.Counter[Hashable]:
             found[tuple(str(operand.aval) for operand in equation.invars)] += 1
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in inner_programs(equation):
-            for key, count in _count_products(inner).items():
-                found[key] += times * count
+            found.update({key: times * n for key, n in _count_products(inner).items()})
     return found

@@ -1,0 +1,254 @@
+"""The step that ``choose_layout`` is asked about: models of all libraries, inputs, mistakes."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.arrays.steps import make_struct
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.problem import read_problem
+from penzai_shard.errors import RuleTypeError
+from tests.layouts.transformers import build_llama
+from tests.models import penzai_mlp
+
+
+def mlp_loss(model, rng, state, x):
+    return jnp.mean(model(x).unwrap("batch", "features_out")), state, {}
+
+
+def token_loss(model, rng, state, tokens, targets, *, weight=1.0):
+    return jnp.float32(0), state, {}
+
+
+def read(model=None, loss_fn=mlp_loss, optimizer=None, batch=None, **options):
+    batch = {"x": pz.nx.ones({"batch": 8, "features": 8})} if batch is None else batch
+    optimizer = optimizer or optax.adam(1e-3)
+    return read_problem(model or penzai_mlp(), loss_fn, optimizer, batch, **options)
+
+
+# What is read
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_read_problem_keeps_no_array_of_a_model(is_abstract):
+    problem = read(pzs.abstract_model(penzai_mlp) if is_abstract else penzai_mlp())
+    leaves = leaves_of([problem.model, problem.inputs])
+    assert {leaf.shape for leaf in leaves if leaf.shape} == {(8, 16), (16,), (16, 4), (4,), (8, 8)}
+    assert all(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert (problem.sizes, problem.words) == ({"batch": 8, "features": 8}, "batch 8 x features 8")
+
+
+def test_read_problem_of_a_number_makes_tokens_of_each_input_without_a_default():
+    problem = read(loss_fn=token_loss, batch=8, seq=2048)
+    for name in ("tokens", "targets"):
+        assert dict(problem.inputs[name].named_shape) == {"batch": 8, "seq": 2048}
+        assert problem.inputs[name].data_array.dtype == jnp.int32
+    assert (len(problem.inputs), problem.words) == (2, "batch 8 x seq 2,048")
+
+
+def test_read_problem_calls_axes_by_the_names_that_are_given():
+    tokens = read(loss_fn=token_loss, batch=8, seq=4, names={"seq": "time"}).inputs["tokens"]
+    assert dict(tokens.named_shape) == {"batch": 8, "time": 4}
+    x = pz.nx.ones({"examples": 8, "features": 8})
+    assert read(batch={"x": x}, names={"batch": "examples"}).batch_axis == "examples"
+
+
+# What is built
+
+
+def is_named(tree):
+    return any(leaf.names is not None for leaf in leaves_of(tree))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return nn.Dense(16, use_bias=False, kernel_init=init)(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(8, 16, use_bias=False, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+def build_nnx():
+    with nnx.use_eager_sharding(False):
+        return Nnx(nnx.Rngs(0))
+
+
+def named_equinox():
+    linear = eqx.nn.Linear(8, 16, use_bias=False, key=jax.random.key(0))
+    return pzs.name_axes(linear, {"weight": ("mlp", "embed")})
+
+
+def named_dict():
+    return pzs.name_axes({"w": np.ones((8, 16), "f4")}, {"w": ("embed", "mlp")})
+
+
+# Model, what it computes, plain_arrays; each gets plain arrays.
+LIBRARIES = {
+    "equinox": (named_equinox, lambda model, x: jax.vmap(model)(x), False),
+    "linen": (lambda: Linen().init(jax.random.key(0), np.ones((2, 8))), Linen().apply, False),
+    "nnx": (build_nnx, lambda model, x: model(x), False),
+    "dict": (named_dict, lambda model, x: x @ model["w"], True),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_build_gives_plain_arrays_to_those_who_take_them(library):
+    build, apply, plain_arrays = LIBRARIES[library]
+
+    def loss_fn(model, rng, state, x):
+        assert x.shape == (4, 8)  # One of two microbatches.
+        return jnp.mean(apply(model, x) ** 2), state, {}
+
+    problem = read(build(), loss_fn, batch={"x": np.ones((8, 8), "f4")}, plain_arrays=plain_arrays)
+    assert dict(problem.inputs["x"].named_shape) == {"batch": 8}
+    layout = pzs.Layout(
+        parameters={"mlp": "model"}, compute={"batch": "data", "mlp": "model"}, blocks=()
+    )
+    candidate = Candidate((("data", 2), ("model", 4)), layout, microbatches=2)
+    step, state, inputs = problem.build(candidate)
+    assert inputs["x"].sharding.spec == jax.P("data")
+    (weight,) = state.trained_arrays.values()
+    assert sorted(weight.sharding.shard_shape(weight.shape)) == [4, 8]
+    new_state, aux = jax.eval_shape(lambda state, x: step(state, x=x), state, inputs["x"])
+    assert (new_state.step.shape, aux["loss"].shape) == ((), ())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_read_problem_of_a_number_gives_plain_tokens_to_those_who_take_them(library):
+    build, _, plain_arrays = LIBRARIES[library]
+    problem = read(build(), token_loss, batch=8, seq=4, plain_arrays=plain_arrays)
+    assert not is_named(problem.as_given(problem.inputs))
+    assert problem.sizes == {"batch": 8, "seq": 4}
+
+
+def test_build_makes_the_step_that_layouts_make():
+    def loss_fn(model, rng, state, tokens):
+        return pzs.cross_entropy(model(tokens), tokens), state, {}
+
+    layout, optimizer = pzs.Layout.two_dimensional(), optax.adam(1e-3)
+    problem = read(pzs.abstract_model(build_llama), loss_fn, optimizer, 8, seq=8)
+    candidate = Candidate((("data", 4), ("model", 2)), layout)
+    options = {"mesh": candidate.mesh, "loss_fn": loss_fn, "optimizer": optimizer}
+    state, step = layout.build(build_llama, rng=jax.random.key(0), **options)
+    batch = {"tokens": pz.nx.zeros({"batch": 8, "seq": 8}, "int32")}
+    inputs = layout.shard_batch(jax.tree.map(make_struct, batch), candidate.mesh)
+
+    texts = [
+        step.trace(state, **inputs).lower(lowering_platforms=("cpu",)).as_text()
+        for step, state, inputs in (problem.build(candidate), (step, state, inputs))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_build_of_another_model_is_for_fewer_blocks():
+    problem = read(penzai_mlp(sizes=(8, 16, 16, 4)))
+    candidate = Candidate((("data", 8),), pzs.Layout.data_parallel(blocks=()))
+    _, state, _ = problem.build(candidate, model=read().model)
+    assert len(state.trained_arrays) == 4
+
+
+# What is refused
+
+MISTAKES = {
+    "no batch": ({"batch": 0, "seq": 16, "loss_fn": token_loss}, "batch"),
+    "text": ({"batch": "8", "seq": 16, "loss_fn": token_loss}, "batch"),
+    "the input itself": ({"batch": np.ones((8, 8)), "seq": 16}, "batch"),
+    "no seq": ({"batch": 8, "loss_fn": token_loss}, "seq"),
+    "seq beside arrays": ({"seq": 16}, "seq"),
+    "another input": ({"batch": {"y": np.ones(8)}}, "batch"),
+    "an input less": ({"batch": {}}, "batch"),
+    "sizes": ({"batch": {"batch": 8, "seq": 16}, "loss_fn": token_loss}, "batch"),
+    "a number": ({"batch": {"x": 8}}, "batch"),
+    "a shape": ({"batch": {"x": (8, 4)}}, "batch"),
+    "both kinds": (
+        {
+            "loss_fn": token_loss,
+            "batch": {"tokens": np.ones(8), "targets": pz.nx.ones({"batch": 8})},
+        },
+        "batch",
+    ),
+    "no axis of the batch": ({"batch": {"x": pz.nx.ones({"examples": 8})}}, "batch"),
+    "another signature": ({"loss_fn": lambda model, x: 0.0}, "loss_fn"),
+    "no loss": ({"loss_fn": 3}, "loss_fn"),
+    "a class": ({"optimizer": optax.adam}, "optimizer"),
+    "a function": ({"model": penzai_mlp}, ""),
+    "no arrays": ({"model": {"rate": "0.1"}}, "model"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_read_problem_names_a_mistake(mistake):
+    given, path = MISTAKES[mistake]
+    with pytest.raises(RuleTypeError) as caught:
+        read(**given)
+    assert {problem.path for problem in caught.value.problems} == {path}
+    assert all(problem.fix for problem in caught.value.problems)
+
+
+def test_read_problem_names_all_mistakes_at_once():
+    state = pzs.TrainState.initial_state(penzai_mlp(), optax.adam(1e-3), jax.random.key(0))
+    with pytest.raises(RuleTypeError) as caught:
+        read(state, loss_fn=3, optimizer="adam")
+    assert [x.path for x in caught.value.problems] == ["model", "loss_fn", "optimizer"]
+
+
+# Models without names
+
+
+def run_fix(error, **names):
+    """The names that the lines of a fix define, for what they are given."""
+    (fix,) = {problem.fix for problem in error.problems}
+    code = fix.removeprefix("Write").removeprefix(":").removesuffix(".").strip()
+    exec("\n".join(line.removeprefix("    ") for line in code.splitlines()), names)
+    return names
+
+
+def plain_loss(model, rng, state, tokens):
+    x = model["table"][tokens]
+    for layer in model["layers"]:
+        x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+    return jnp.mean((x @ model["table"].T) ** 2), state, {}
+
+
+def build_plain():
+    layer = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
+    return {"table": jnp.ones((64, 8)), "layers": [layer] * 2}
+
+
+def test_read_problem_says_how_names_are_inferred():
+    model, options = build_plain(), {"loss_fn": plain_loss, "batch": 4, "seq": 16}
+    with pytest.raises(RuleTypeError) as caught:
+        read(model, plain_arrays=True, **options)
+    assert len(caught.value.problems) == 5
+    pasted = run_fix(caught.value, model=model, loss_fn=plain_loss)
+    problem = read(pasted["model"], plain_arrays=True, **options)
+    names = {leaf.path: leaf.names for leaf in leaves_of(problem.model)}
+    assert names["layers/1/up"] == ("embedding", "neurons")
+    assert names["table"] == ("vocabulary", "embedding")
+
+
+def test_read_problem_says_how_arrays_stay_whole():
+    model = {**named_dict(), "unused": np.ones((5, 5)), "bias": np.ones(3)}
+    options = {"loss_fn": token_loss, "batch": 4, "seq": 16, "plain_arrays": True}
+    with pytest.raises(RuleTypeError) as caught:
+        read(model, **options)
+    assert {problem.path for problem in caught.value.problems} == {"unused", "bias"}
+    pasted = run_fix(caught.value, model=model, penzai_shard=pzs)
+    names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
+    assert names == {"w": ("embed", "mlp"), "unused": (None, None), "bias": (None,)}

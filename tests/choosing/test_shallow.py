@@ -1,0 +1,211 @@
+"""A deep model cut to one and to two blocks: what is cut, what is left, what is not cut."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from penzai import pz
+from penzai.models.transformer.variants import llamalike_common
+
+import penzai_shard as pzs
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.choosing.problem import read_problem
+from penzai_shard.choosing.shallow import cut_model
+from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+from tests.layouts.transformers import build_llama
+
+SLIDING = llamalike_common.AttentionTypeSlidingWindowCausal(4)
+FULL = llamalike_common.AttentionTypeGlobalCausal()
+
+
+def cut(model, loss_fn, batch=8, **options):
+    problem = read_problem(model, loss_fn, optax.sgd(0.1), batch, **options)
+    return problem, cut_model(problem)
+
+
+def labels(model):
+    return [leaf.path for leaf in leaves_of(model) if leaf.role == "parameter"]
+
+
+# Penzai
+
+
+def llama_loss(model, rng, state, tokens):
+    return pzs.cross_entropy(model(tokens), tokens), state, {}
+
+
+def cut_llama(**options):
+    return cut(pzs.abstract_model(build_llama, **options), llama_loss, seq=8)
+
+
+def keep(paths, *blocks):
+    kept = tuple(f"/block_{number}/" for number in blocks)
+    return [path for path in paths if "/block_" not in path or any(map(path.__contains__, kept))]
+
+
+def test_cut_model_keeps_the_first_blocks_of_a_transformer_and_all_around_them():
+    problem, found = cut_llama(blocks=5)
+    every = labels(problem.model)
+    assert found.blocks == 5
+    assert (labels(found.one), labels(found.two)) == (keep(every, 0), keep(every, 0, 1))
+
+
+def test_cut_model_takes_blocks_that_repeat_together_for_one():
+    kinds = [*[SLIDING, FULL] * 4, SLIDING]
+    problem, found = cut_llama(blocks=9, attention_type=kinds)
+    every = labels(problem.model)
+    assert found.blocks == 4
+    assert labels(found.one) == keep(every, 0, 1, 8)
+
+
+def test_cut_model_shortens_a_stack():
+    problem, found = cut_llama(blocks=5, stacked=True)
+    assert labels(found.two) == labels(problem.model)
+    for kept, model in ((1, found.one), (2, found.two)):
+        (stack,) = pz.select(model).at_instances_of(pz.nn.LayerStack).get_sequence()
+        lengths = {leaf.shape[0] for leaf in leaves_of(stack) if leaf.role == "parameter"}
+        assert (stack.stack_axis_size, lengths) == (kept, {kept})
+
+
+def test_cut_model_leaves_blocks_in_a_loop():
+    def build():
+        stacks = pz.select(build_llama(blocks=5, stacked=True)).at_instances_of(pz.nn.LayerStack)
+        return stacks.apply(RolledLayerStack.from_layer_stack)
+
+    assert cut(pzs.abstract_model(build), llama_loss, seq=8)[1] is None
+
+
+def test_cut_model_leaves_three_blocks():
+    assert cut_llama(blocks=3)[1] is None
+
+
+def linear(label, inputs=8, outputs=8):
+    sizes = {"embedding": inputs}, {"embedding_out": outputs}
+    return pz.nn.Linear.from_config(label, jax.random.key(0), *sizes)
+
+
+def rename():
+    return pz.nn.RenameAxes(("embedding_out",), ("embedding",))
+
+
+def mean_loss(model, rng, state, x):
+    return jnp.mean(model(x).unwrap("batch", "embedding")), state, {}
+
+
+def cut_layers(build):
+    model = pzs.abstract_model(lambda: pz.nn.Sequential(build()))
+    return cut(model, mean_loss, {"x": pz.nx.ones({"batch": 8, "embedding": 8})})
+
+
+def test_cut_model_keeps_what_is_unlike_the_others():
+    widths = (8, 16, 8, 8, 8, 8, 16, 8)
+    sizes = [*zip((8, *widths), widths, strict=False)]
+
+    def build():
+        pairs = enumerate(sizes)
+        return [pz.nn.Sequential([linear(f"b{i}", *pair), rename()]) for i, pair in pairs]
+
+    assert cut_layers(build)[1] is None  # Only three are 8 wide on both sides.
+    sizes[3:3] = [(8, 8)]
+    _, found = cut_layers(build)
+    assert found.blocks == 4
+    assert labels(found.one) == [f"b{i}.weights" for i in (0, 1, 2, 3, 7, 8)]
+
+
+def test_cut_model_leaves_blocks_some_of_which_share_a_parameter():
+    def build():
+        shared = [linear("even"), linear("odd")]
+        return [
+            pz.nn.Sequential([shared[i % 2], rename(), linear(f"b{i}"), rename()]) for i in range(4)
+        ]
+
+    assert cut_layers(build)[1] is None
+
+
+def test_cut_model_keeps_a_parameter_of_all_blocks():
+    def build():
+        shared = linear("shared")
+        blocks = [[shared, rename(), linear(f"b{i}"), rename()] for i in range(4)]
+        return [pz.nn.Sequential(block) for block in blocks]
+
+    _, found = cut_layers(build)
+    assert sorted(labels(found.two)) == ["b0.weights", "b1.weights", "shared.weights"]
+
+
+# Others
+
+
+class Equinox(eqx.Module):
+    layers: list
+
+    def __init__(self, layers=4):
+        keys = jax.random.split(jax.random.key(0), layers)
+        self.layers = [eqx.nn.MLP(8, 8, 16, 1, key=key) for key in keys]
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, layers=4):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([NnxLayer(rngs) for _ in range(layers)])
+
+
+def build_dict():
+    layer = {"up": np.ones((8, 16), "f4"), "down": np.ones((16, 8), "f4")}
+    return {f"layer_{i}": jax.tree.map(np.copy, layer) for i in range(12)}
+
+
+def name(model):
+    paths = {leaf.path: (None,) * len(leaf.shape) for leaf in leaves_of(model)}
+    return pzs.name_axes(model, paths)
+
+
+def run_all(layers, x, run):
+    for layer in layers:
+        x = x + run(layer, x)
+    return x
+
+
+def run_nnx(layer, x):
+    return layer.down(jax.nn.relu(layer.up(x)))
+
+
+def run_dict(layer, x):
+    return jax.nn.relu(x @ layer["up"]) @ layer["down"]
+
+
+PROGRAMS = {
+    "equinox": (Equinox, lambda m, x: run_all(m.layers, x, lambda layer, x: jax.vmap(layer)(x)), 4),
+    "nnx": (Nnx, lambda m, x: run_all(m.layers, x, run_nnx), 4),
+    "dict": (build_dict, lambda m, x: run_all(m.values(), x, run_dict), 12),
+    "some": (Nnx, lambda m, x: run_all(m.layers[:3], x, run_nnx), None),
+    "by number": (Nnx, lambda m, x: x + run_nnx(m.layers[3], x), None),
+    "by names": (
+        build_dict,
+        lambda m, x: run_all([m[f"layer_{i}"] for i in range(12)], x, run_dict),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_cut_model_of_another_library_asks_what_the_loss_computes(program):
+    build, run, blocks = PROGRAMS[program]
+
+    def loss_fn(model, rng, state, x):
+        return jnp.mean(run(model, x) ** 2), state, {}
+
+    batch = {"x": np.ones((8, 8), "f4")}
+    problem, found = cut(name(build()), loss_fn, batch, plain_arrays=build is build_dict)
+    assert (found and found.blocks) == blocks
+    if found:
+        sizes = [len(leaves_of(model)) for model in (found.one, found.two, problem.model)]
+        assert sizes == [sizes[0], 2 * sizes[0], blocks * sizes[0]]
