@@ -20,14 +20,13 @@ Activations are not counted, and microbatches and what is gathered again send mo
 """
 
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.choosing.candidates import Candidate, read_tables, state_arrays, stored_bytes
+from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
 from penzai_shard.choosing.cost import Prices, Sent, StepCost
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.problem import Problem
@@ -65,24 +64,20 @@ def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
 
 def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
     """What is sent for each parameter."""
-    sizes, step, tables = (
-        dict(candidate.mesh_sizes),
-        _read_step(problem),
-        read_tables(problem, candidate),
-    )
-    tables = {"optimizer": tables["parameters"], **tables}
+    sizes = dict(candidate.mesh_sizes)
+    step, tables = _read_step(problem), read_tables(problem, candidate)
     batch = {axis for axis in mesh_axes_of("batch", [candidate.layout.compute]) if sizes[axis] > 1}
-    for array, count in state_arrays(problem).items():
-        size = count * math.prod(array.shape) * array.item_bytes
+    for array, count in stored_arrays(problem).items():
         # Small arrays, such as the scale of a norm, may be outside of all layers that are edited.
-        if array.part != "parameters" or math.prod(array.shape) < MIN_SIZE:
+        if array.part != "parameters" or math.prod(array.sizes) < MIN_SIZE:
             continue
         stored, used, updated = (
-            set(itertools.chain(*array.axes(tables[name].rules, candidate.mesh_sizes)))
-            for name in ("parameters", "compute", "optimizer")
+            array.find_axes(tables[table], candidate.mesh_sizes)
+            for table in ("parameters", "compute", "optimizer")
         )
-        is_gathered = (array.names, array.shape) in step.gathered
-        is_table = (array.names, array.shape) in step.tables and bool(batch & (stored | updated))
+        size = count * array.bytes
+        is_gathered = (array.names, array.sizes) in step.gathered
+        is_table = (array.names, array.sizes) in step.tables and bool(batch & (stored | updated))
         # Mesh axes, and those by which an array is split of which each device has a part.
         terms = [(batch - stored, stored)]
         if is_gathered:
@@ -92,7 +87,7 @@ def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
         for axes, kept in terms:
             parts, left = part_count(axes, sizes), size / part_count(kept, sizes)
             ordered = tuple(axis for axis in sizes if axis in axes)
-            yield Sent("", array.names or (), ordered, left * (parts - 1) / parts)
+            yield Sent("", array.names, ordered, left * (parts - 1) / parts)
 
 
 class _Step(NamedTuple):

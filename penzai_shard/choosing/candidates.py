@@ -32,7 +32,8 @@ from penzai_shard.specs import part_count
 from penzai_shard.training.train_state import TrainState
 
 # What mesh axes of the model split, in the order in which one array's are chosen.
-_SPLIT_ROLES = ("experts", "vocabulary", "neurons", "heads")
+_FIRST = ("experts", "vocabulary")
+_SPLIT_ROLES = (*_FIRST, "neurons", "heads")
 # What others call these axes: MaxText, the examples of Flax, t5x, Hugging Face.
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "embedding": ("embed", "emb", "hidden", "features"),
@@ -127,49 +128,44 @@ class StateArray(NamedTuple):
     """What a train state stores, and how it is laid out.
 
     Attributes:
-        part: ``"parameters"``, or ``"optimizer"`` for an optimizer's statistic.
-        names: The logical axes by which it is laid out: of a statistic those of its parameter;
-            None for an array that every device has whole.
+        part: ``"parameters"``, or ``"optimizer"`` for what the optimizer keeps.
+        names: The logical axes by which it is laid out: of a statistic those of its parameter.
         sizes: Their lengths.
-        kept: Which of these dimensions it has, in its own order; None for one of its own.
-        shape: Its shape.
-        item_bytes: The bytes of an element.
+        kept: Which of these dimensions it has.
+        bytes: What it has in all.
     """
 
     part: str
-    names: tuple[Any, ...] | None
+    names: tuple[Any, ...]
     sizes: tuple[int, ...]
-    kept: tuple[int | None, ...]
-    shape: tuple[int, ...]
-    item_bytes: int
+    kept: tuple[int, ...]
+    bytes: int
 
-    def axes(self, rules: tuple[Rule, ...], mesh: tuple[tuple[str, int], ...]) -> Any:
-        """The mesh axes of each dimension."""
-        if self.names is None:
-            return ((),) * len(self.shape)
-        found = decide(rules, self.names, self.sizes, mesh).mesh_axes
-        return tuple(() if dim is None else found[dim] for dim in self.kept)
+    def find_axes(self, rules: AxisRules, mesh_sizes: tuple[tuple[str, int], ...]) -> set[str]:
+        """The mesh axes over which it is split."""
+        axes = decide(rules.rules, self.names, self.sizes, mesh_sizes).mesh_axes
+        return {axis for dim in self.kept for axis in axes[dim]}
 
 
 @functools.lru_cache(maxsize=4)
-def state_arrays(problem: Problem) -> dict[StateArray, int]:
+def stored_arrays(problem: Problem) -> dict[StateArray, int]:
     """The different arrays of parameters and optimizer, and how many there are of each."""
     options = ("loss_fn_state", "trainable", "plain_arrays")
     given = {name: x for name, x in problem.step_options.items() if name in options}
     state = TrainState.initial_state(problem.model, problem.optimizer, jax.random.key(0), **given)
+    parts = {"params": "parameters", "opt_state": "optimizer"}
     found: collections.Counter[StateArray] = collections.Counter()
     for leaf in name_statistics(leaves_of(state)):
-        part = leaf.path.partition("/")[0]
-        dtype = device_dtype(leaf.dtype)
-        if part not in ("params", "opt_state") or dtype is None:
+        part, dtype = parts.get(leaf.path.partition("/")[0]), device_dtype(leaf.dtype)
+        if part is None or dtype is None:
             continue
-        names, sizes = leaf.names, leaf.shape
-        kept: tuple[int | None, ...] = tuple(range(len(sizes)))
-        if names is not None and leaf.statistic is not None and leaf.statistic.sizes is not None:
-            names, sizes = leaf.statistic.names, leaf.statistic.sizes
-            kept = leaf.statistic.kept or ()
-        part = "parameters" if part == "params" else "optimizer"
-        found[StateArray(part, names, sizes, kept, leaf.shape, itemsize(dtype))] += 1
+        named: Any = leaf.names or (), leaf.shape, range(len(leaf.names or ()))
+        if (statistic := leaf.statistic) is not None and leaf.names is not None:
+            named = statistic.names, statistic.sizes, statistic.kept
+        names, sizes, kept = named
+        own = tuple(dim for dim in kept if dim is not None)
+        size = math.prod(leaf.shape) * itemsize(dtype)
+        found[StateArray(part, names, sizes, own, size)] += 1
     return dict(found)
 
 
@@ -183,23 +179,22 @@ def stored_bytes(
         candidate: The layout.
         parts: Which of both.
     """
-    tables = read_tables(problem, candidate)
-    rules = {"parameters": tables["parameters"].rules}
-    rules["optimizer"] = tables.get("optimizer", tables["parameters"]).rules
-    total, sizes = 0.0, dict(candidate.mesh_sizes)
-    for array, count in state_arrays(problem).items():
-        if array.part in parts:
-            axes = itertools.chain(*array.axes(rules[array.part], candidate.mesh_sizes))
-            size = math.prod(array.shape) * array.item_bytes
-            total += count * size / part_count(axes, sizes)
-    return total
+    tables, mesh_sizes = read_tables(problem, candidate), candidate.mesh_sizes
+    return sum(
+        count
+        * array.bytes
+        / part_count(array.find_axes(tables[array.part], mesh_sizes), dict(mesh_sizes))
+        for array, count in stored_arrays(problem).items()
+        if array.part in parts
+    )
 
 
 def read_tables(problem: Problem, candidate: Candidate) -> dict[str, AxisRules]:
-    """The tables of a layout in the model's own names, as ``Layout.for_model`` gives them."""
+    """The tables of a layout in the model's own names; of the optimizer in any case."""
     layout = candidate.layout
     tables = {name: table for name in TABLES if (table := getattr(layout, name)) is not None}
-    return find_roles(_small_model(problem), candidate.mesh, tables, layout.names).tables
+    found = find_roles(_small_model(problem), candidate.mesh, tables, layout.names).tables
+    return {"optimizer": found["parameters"], **found}
 
 
 @functools.lru_cache(maxsize=4)
@@ -257,17 +252,23 @@ def make_candidates(
             does not have.
     """
     shapes = [dict(sizes) for sizes in meshes]
-    maker = _Maker(problem, dict(keep or {}), shapes, tuple(rematerialise))
+    maker = _Maker(problem, dict(keep or {}), shapes, rematerialise)
     for sizes in shapes:
-        for batch, model in maker.mesh_uses(sizes):
-            parts, examples = part_count(batch, sizes), problem.sizes[problem.batch_axis]
-            counts = [n for n in microbatches if examples % (parts * n) == 0]
-            if counts:
-                maker.add(sizes, batch, model, counts)
-                continue
-            what = f"the batch ({examples:,}) does not divide over {parts:,} devices"
-            maker.left_out[f"{what} in {min(microbatches)} microbatches"] += 1
+        for use in maker.mesh_uses(sizes):
+            maker.add(use, microbatches)
     return Candidates(maker.found.values(), maker.left_out)
+
+
+class _Use(NamedTuple):
+    """What the axes of a mesh are for: the batch, or the model."""
+
+    sizes: dict[str, int]
+    batch: tuple[str, ...]
+    model: tuple[str, ...]
+
+    @property
+    def of_batch(self) -> AxisRules:
+        return data_parallel(self.batch) if self.batch else AxisRules({})
 
 
 class _Maker:
@@ -278,7 +279,7 @@ class _Maker:
         problem: Problem,
         keep: Mapping[Any, Any],
         meshes: list[dict[str, int]],
-        policies: tuple[str | None, ...],
+        policies: Sequence[str | None],
     ) -> None:
         self.problem, self.meshes = problem, meshes
         self.found: dict[Any, Candidate] = {}
@@ -301,7 +302,7 @@ class _Maker:
         self.has_blocks = self._has_blocks()
         self.policies = [x for x in policies if self.has_blocks or x is None]
         if not self.policies:
-            what = f"{list(policies)} need blocks, and no layout knows those of the model"
+            what = f"{[*policies]} need blocks, and no layout knows those of the model"
             problems.add("rematerialise", what, "Leave it out, or name layers with blocks=.")
         self.kept = self._read_keep(keep, problems)
         problems.raise_if_any(RuleTypeError)
@@ -338,10 +339,8 @@ class _Maker:
             kept[by_name.get(name)] = over
         return kept
 
-    def mesh_uses(
-        self, sizes: Mapping[str, int]
-    ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """The ways to use the axes of a mesh: those of the batch, and those of the model."""
+    def mesh_uses(self, sizes: dict[str, int]) -> Iterator[_Use]:
+        """The ways to use a mesh."""
         used = [axis for axis, size in sizes.items() if size > 1]
         if missing := {axis for over in self.kept.values() for axis in over} - {*sizes}:
             self.left_out[f"a mesh without mesh axis {min(missing)!r}, which is kept"] += 1
@@ -354,111 +353,96 @@ class _Maker:
         for count in range(len(free), -1, -1):
             for chosen in itertools.combinations(free, count):
                 batch = (*own, *chosen)
-                yield batch, tuple(axis for axis in used if axis not in batch)
+                yield _Use(sizes, batch, tuple(axis for axis in used if axis not in batch))
 
-    def add(
-        self,
-        sizes: Mapping[str, int],
-        batch: tuple[str, ...],
-        model: tuple[str, ...],
-        counts: Sequence[int],
-    ) -> None:
+    def add(self, use: _Use, microbatches: Sequence[int]) -> None:
         """Adds the candidates of one way to use a mesh."""
-        for split, (parameters, compute, optimizer) in self._make_tables(sizes, batch, model):
-            layout = Layout(
-                parameters=parameters,
-                compute=compute,
-                optimizer=optimizer,
-                names=self.names,
-                blocks=self.problem.blocks if self.has_blocks else (),
-            )
-            specs = self._find_specs(Candidate(tuple(sizes.items()), layout))
-            if specs is None or specs["parameters"] == specs.get("optimizer"):
+        parts, examples = (
+            part_count(use.batch, use.sizes),
+            self.problem.sizes[self.problem.batch_axis],
+        )
+        counts = [n for n in microbatches if examples % (parts * n) == 0]
+        if not counts:
+            what = f"the batch ({examples:,}) does not divide over {parts:,} devices"
+            self.left_out[f"{what} in {min(microbatches)} microbatches"] += 1
+            return
+        blocks = self.problem.blocks if self.has_blocks else ()
+        options: dict[str, Any] = {"names": self.names, "blocks": blocks}
+        mesh_sizes = tuple(use.sizes.items())
+        for is_split, parameters, compute, optimizer in self._make_tables(use):
+            options |= {"parameters": parameters, "compute": compute, "optimizer": optimizer}
+            specs = self._find_specs(Candidate(mesh_sizes, Layout(**options)))
+            if specs is None or (optimizer and specs["parameters"] == specs["optimizer"]):
                 continue
             gathers = specs["parameters"] != specs["compute"]
             ways = [(policy, False) for policy in self.policies]
             ways += [(None, True)] if gathers and self.has_blocks and None in self.policies else []
-            betweens = self._make_betweens(sizes, batch, model if split else ())
+            betweens = self._make_betweens(use, is_split)
             for between, (policy, again), n in itertools.product(betweens, ways, counts):
-                key = *sizes.items(), batch, *specs.items(), between, policy, again, n
-                own = dataclasses.replace(
-                    layout,
+                layout = Layout(
                     between_blocks=between,
                     rematerialise=policy,
                     reshard_after_forward=again,
+                    **options,
                 )
-                self.found.setdefault(key, Candidate(tuple(sizes.items()), own, n))
+                key = mesh_sizes, use.batch, *specs.values(), between, policy, again, n
+                self.found.setdefault(key, Candidate(mesh_sizes, layout, n))
 
-    def _make_tables(
-        self, sizes: Mapping[str, int], batch: tuple[str, ...], model: tuple[str, ...]
-    ) -> Iterator[tuple[dict[Any, tuple[str, ...]], tuple[AxisRules, AxisRules, Any]]]:
-        """What is split, with the tables of parameters, computation and optimizer."""
+    def _make_tables(self, use: _Use) -> Iterator[tuple[bool, AxisRules, AxisRules, Any]]:
+        """Whether layers are split, with the tables of parameters, computation and optimizer."""
         # What uses all mesh axes of the batch alike is left to the mesh that has them as one.
-        merged = {axis: size for axis, size in sizes.items() if axis != "replica"}
-        merged["data"] = sizes.get("replica", 0) * sizes.get("data", 1)
-        is_merged = "replica" in batch and merged in self.meshes
-        free = [(), *((axis,) for axis in model)]
+        merged = {axis: size for axis, size in use.sizes.items() if axis != "replica"}
+        merged["data"] = use.sizes.get("replica", 0) * use.sizes.get("data", 1)
+        is_merged = "replica" in use.batch and merged in self.meshes
+        free = [(), *((axis,) for axis in use.model)]
         choices = [[self.kept[r]] if r in self.kept else free for r in self.split]
         for picked in itertools.product(*choices):
-            split = {role: over for role, over in zip(self.split, picked, strict=True) if over}
-            if not {*model} <= {axis for over in split.values() for axis in over}:
+            if not {*use.model} <= {axis for over in picked for axis in over}:
                 continue
+            split = {role: over for role, over in zip(self.split, picked, strict=True) if over}
             # As presets have it, layers give way to experts and vocabulary.
             used = AxisRules({role: over for role, over in split.items() if role in _FIRST})
             for role in (role for role in split if role not in _FIRST):
                 used |= tensor_parallel(split[role], (role,))
             stored = [] if is_merged else [AxisRules({})]
-            for over in (batch[start:] for start in range(is_merged, len(batch))):
+            for over in (use.batch[start:] for start in range(is_merged, len(use.batch))):
                 stored += [AxisRules({"embedding": over})] if self._has("embedding") else []
                 stored += [_split_largest(over)]
             for own in stored:
-                tables = used | own, (data_parallel(batch) if batch else AxisRules({})) | used
-                yield split, (*tables, None)
-                if batch and own != _split_largest(batch):
-                    yield split, (*tables, used | _split_largest(batch))
+                yield bool(split), used | own, use.of_batch | used, None
+                if use.batch and own != _split_largest(use.batch):
+                    optimizer = used | _split_largest(use.batch)
+                    yield bool(split), used | own, use.of_batch | used, optimizer
 
     def _find_specs(self, candidate: Candidate) -> dict[str, Any] | None:
         """How tables lay out the different parameters; None if they do not, or not as is kept."""
         specs, problems = {}, []
-        for name, table in read_tables(self.problem, candidate).items():
-            own = [decide(table.rules, *x, candidate.mesh_sizes) for x in self.shapes]
+        for table, rules in read_tables(self.problem, candidate).items():
+            own = [decide(rules.rules, *x, candidate.mesh_sizes) for x in self.shapes]
             problems += [problem.what for each in own for problem in each.problems]
-            specs[name] = tuple(each.mesh_axes for each in own)
+            specs[table] = tuple(each.mesh_axes for each in own)
+        rows = [*zip(self.shapes, specs["parameters"], strict=True)]
+        dims = [dim for (names, _), spec in rows for dim in zip(names, spec, strict=True)]
         for role, over in self.kept.items():
-            if role not in ("batch", "seq", *self.split):
-                axes = axes_of_role(role, self.names)
-                rows = zip(self.shapes, specs["parameters"], strict=True)
-                split = {
-                    a
-                    for (names, _), row in rows
-                    for n, a in zip(names, row, strict=True)
-                    if n in axes
-                }
-                problems += [f"{role!r} is kept over {over}"] if split != {over} else []
-        if problems:
-            self.left_out[problems[0]] += 1
+            axes = () if role in ("batch", "seq", *self.split) else axes_of_role(role, self.names)
+            if any(name in axes and found != over for name, found in dims):
+                problems.append(f"{role!r} is not split over {over}, as is kept")
+        self.left_out.update(problems[:1])
         return None if problems else specs
 
-    def _make_betweens(
-        self, sizes: Mapping[str, int], batch: tuple[str, ...], model: tuple[str, ...]
-    ) -> Iterator[AxisRules | None]:
+    def _make_betweens(self, use: _Use, is_split: bool) -> Iterator[AxisRules | None]:
         """How activations lie between blocks."""
-        sizes_of = self.problem.sizes
-        lengths = [sizes_of[name] for name in axes_of_role("seq", self.names) if name in sizes_of]
-        for over in [self.kept["seq"]] if "seq" in self.kept else [(), model]:
-            # Where the last token is a target only, the model sees one less.
-            divides = any(
-                (n - last) % part_count(over, sizes) == 0 for n in lengths for last in (0, 1)
-            )
+        sizes = self.problem.sizes
+        lengths = [sizes[name] for name in axes_of_role("seq", self.names) if name in sizes]
+        # Where the last token is a target only, the model sees one less.
+        lengths += [length - 1 for length in lengths]
+        free = [(), use.model] if is_split and use.model else [()]
+        for over in [self.kept["seq"]] if "seq" in self.kept else free:
+            parts = part_count(over, use.sizes)
             if not over:
                 yield None
-            elif self.has_blocks and divides:
-                yield (data_parallel(batch) if batch else AxisRules({})) | data_parallel(
-                    over, "seq"
-                )
-
-
-_FIRST = ("experts", "vocabulary")
+            elif self.has_blocks and any(length % parts == 0 for length in lengths):
+                yield use.of_batch | data_parallel(over, "seq")
 
 
 def _split_largest(over: tuple[str, ...]) -> AxisRules:
