@@ -129,7 +129,7 @@ def _read_cost(compiled: CompiledStep) -> StepCost:
             kind = "reduce-scatter" if part.keeps_slice else one.kind
             count = wire_bytes(kind, part.payload_bytes, one.group_size) * (one.times or 1)
             sent[*_read_kind(compiled.step, part), one.mesh_axes or ()] += count
-    lines = tuple(Sent(*reason, count) for reason, count in sent.items() if count)
+    lines = tuple(Sent(*reason, bytes=n) for reason, n in sent.items() if n)  # type: ignore[misc]
     in_bytes = {name: float(count) for name, count in memory.items()}
     return StepCost(float(_count_flops(compiled.program)), lines, in_bytes)
 
@@ -139,10 +139,12 @@ def _read_kind(step: LoweredStep, part: Part) -> tuple[str, tuple[Any, ...]]:
     path = part.moves.rpartition(" of ")[2]
     array = next((x for x in step.arguments if x.path == path), None)
     is_gradient = part.moves.startswith("gradient of ")
-    # What layers pass on, down to a table of embeddings, is not the gradient of that.
-    owners = [layer for layer in part.layers if layer in step.layers.order]
-    if array is not None and is_gradient and owners:
-        array = array if {*owners} & {*step.layers.holders(path)} else None
+    if array is not None and is_gradient:
+        # What layers pass on, down to a table of embeddings, is not the gradient of that: it has
+        # other layers, or where there are none, another size.
+        owners, holders = {*part.layers} & {*step.layers.order}, {*step.layers.holders(path)}
+        is_part = 4 * math.prod(array.shape) % max(part.payload_bytes, 1) == 0
+        array = array if is_part and owners <= holders else None
     if part.phase == "optimizer" or (array and array.part == "optimizer state"):
         return "optimizer", tuple((array and array.names) or ())
     if array is None or array.part != "parameters":

@@ -1,0 +1,210 @@
+"""Candidates priced by compiled steps: one and two blocks against all of them, and paper."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import penzai_shard as pzs
+from penzai_shard.choosing import compiled
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.compiled import compile_candidates
+from penzai_shard.choosing.problem import read_problem
+from penzai_shard.errors import CompilationError, PlanError
+from penzai_shard.layouts.layout import Layout
+from tests.layouts.transformers import build_llama
+
+BLOCKS, BATCH, SEQ = 4, 16, 32
+SIZES = {"embedding": 32, "heads": 4, "projection": 8, "neurons": 64, "vocabulary": 128}
+SPLIT = {"neurons": "model", "heads": "model"}
+TENSOR = Layout(parameters=SPLIT, compute={"batch": "data", **SPLIT})
+LAYOUTS = {
+    "two_dimensional": Layout.two_dimensional(min_size=1),
+    "fully sharded, again": Layout.fully_sharded(
+        data=("data", "model"), min_size=1, reshard_after_forward=True
+    ),
+    "sequence": dataclasses.replace(
+        TENSOR, between_blocks={"batch": "data", "seq": "model"}, rematerialise="dots"
+    ),
+    "optimizer": dataclasses.replace(
+        TENSOR, optimizer={**SPLIT, "embedding": "data"}, rematerialise="nothing"
+    ),
+}
+MESH = (("data", 4), ("model", 2))
+
+
+def token_loss(model, rng, state, tokens):
+    return pzs.cross_entropy(model(tokens), tokens), state, {}
+
+
+@functools.cache
+def problem(blocks=BLOCKS, **options):
+    model = pzs.abstract_model(build_llama, blocks=blocks, **SIZES, **options)
+    return read_problem(model, token_loss, optax.adam(1e-3), BATCH, SEQ)
+
+
+@functools.cache
+def costs(whole):
+    candidates = [Candidate(MESH, layout) for layout in LAYOUTS.values()]
+    return dict(zip(LAYOUTS, compile_candidates(problem(), candidates, whole=whole), strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_and_two_blocks_say_what_all_cost(name):
+    cost, whole = costs(False)[name], costs(True)[name]
+    assert cost.flops == whole.flops
+    assert cost.traffic == pytest.approx(whole.traffic, rel=0.03)
+    assert all(count > 0 for count in whole.traffic.values())
+    for part in ("parameters", "optimizer", "inputs"):
+        assert cost.memory[part] == whole.memory[part]
+    assert cost.memory_bytes == pytest.approx(whole.memory_bytes, rel=0.12)
+
+
+def count_products(again):
+    """Operations of all devices on paper."""
+    tokens, width, inner, neurons = BATCH * SEQ, SIZES["embedding"], 4 * 8, SIZES["neurons"]
+    block = tokens * width * (4 * inner + 3 * neurons) + 2 * tokens * SEQ * inner
+    # Forward once, backward twice; what is computed again leaves out the last product.
+    every = BLOCKS * (3 * block + again * (block - tokens * neurons * width))
+    return 2 * (every + 3 * tokens * width * SIZES["vocabulary"])
+
+
+@pytest.mark.parametrize(("name", "again"), [("two_dimensional", 0), ("optimizer", 1)])
+def test_flops_are_those_of_the_products_of_the_model(name, again):
+    found, vocabulary = costs(False)[name].flops * 8, 6 * BATCH * SEQ * 32 * 128
+    # Without a rule for the vocabulary each device of a group computes all logits of its examples.
+    whole_logits = vocabulary * (name == "optimizer")
+    assert found == count_products(again) + whole_logits
+
+
+def test_what_is_sent_says_what_it_is():
+    sent = {(x.what, x.names, x.mesh_axes): x.bytes for x in costs(False)["two_dimensional"].sent}
+    # Of neurons split in two, three of four parts of 32 x 64 floats, in each block twice.
+    part = BLOCKS * 3 / 4 * 32 * 64 * 4 / 2
+    for what in ("parameter", "gradient"):
+        assert sent[what, ("embedding", "neurons"), ("data",)] >= 2 * part
+        assert sent[what, ("neurons", "embedding"), ("data",)] >= part
+    # Layers give each other activations, and their gradients.
+    assert {what for what, _, axes in sent if axes == ("model",)} == {"activation"}
+
+
+def read_plain(weights, loss_fn, **inputs):
+    names = {path: own for path, (_, own) in weights.items()}
+    model = {path: jax.ShapeDtypeStruct(shape, "float32") for path, (shape, _) in weights.items()}
+    model = pzs.name_axes(model, names)
+    return read_problem(model, loss_fn, optax.sgd(0.1), inputs, plain_arrays=True)
+
+
+def compile_plain(problem, **rules):
+    layout = Layout(parameters=rules, compute={"batch": "data", **rules}, blocks=())
+    (cost,) = compile_candidates(problem, [Candidate(MESH, layout)])
+    return cost
+
+
+def test_of_a_function_gradients_are_told_from_what_is_passed_on():
+    def loss_fn(model, rng, state, tokens):
+        x = model["table"][tokens]
+        x = x + jax.nn.gelu(x @ model["up"]) @ model["down"]
+        return (x**2).mean(), state, {}
+
+    weights = {
+        "table": ((40, 32), ("vocabulary", "embedding")),
+        "up": ((32, 64), ("embedding", "neurons")),
+        "down": ((64, 32), ("neurons", "embedding")),
+    }
+    tokens = jax.ShapeDtypeStruct((16, 12), "int32")
+    cost = compile_plain(read_plain(weights, loss_fn, tokens=tokens), neurons="model")
+    sent = {(x.names, x.mesh_axes): x.bytes for x in cost.sent if x.what == "gradient"}
+    # In a ring of four 3/2 of what is summed.
+    assert sent == {
+        (("vocabulary", "embedding"), ("data",)): 3 / 2 * 40 * 32 * 4,
+        (("embedding", "neurons"), ("data",)): 3 / 2 * 32 * 32 * 4,
+        (("neurons", "embedding"), ("data",)): 3 / 2 * 32 * 32 * 4,
+    }
+    # Sums over the neurons forward, and over those of what goes back: 4 x 12 x 32 floats each.
+    assert cost.traffic["model",] == 2 * 4 * 12 * 32 * 4
+
+
+def test_flops_of_convolutions_leave_out_what_lies_between_elements():
+    def loss_fn(model, rng, state, x):
+        for path in ("first", "second"):
+            dims = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(x, model[path], (2, 2), "VALID", None, None, dims)
+        return (x**2).mean(), state, {}
+
+    weights = {
+        "first": ((2, 2, 4, 8), (None, None, "in", "mid")),
+        "second": ((2, 2, 8, 16), (None, None, "mid", "out")),
+    }
+    cost = compile_plain(read_plain(weights, loss_fn, x=np.ones((8, 16, 16, 4), "f4")))
+    first, second = 2 * (8 * 8 * 8) * (2 * 2 * 4 * 8), 2 * (8 * 4 * 4) * (2 * 2 * 8 * 16)
+    # Images have no gradient. Over the model axis nothing is split.
+    assert cost.flops * 4 == 2 * first + 3 * second
+
+
+def test_flops_in_a_loop_count_as_often_as_it_runs():
+    def loss_fn(model, rng, state, x):
+        def run(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        return (jax.lax.scan(run, x, model["w"])[0] ** 2).mean(), state, {}
+
+    weights = {"w": ((6, 16, 16), ("layers", "embedding", "out"))}
+    cost = compile_plain(read_plain(weights, loss_fn, x=np.ones((8, 16), "f4")))
+    assert cost.flops * 4 == 3 * 6 * 2 * 8 * 16 * 16
+
+
+def test_bfloat16_is_sent_and_held_as_such():
+    layout = Candidate(MESH, LAYOUTS["two_dimensional"])
+    dtypes = ({}, {"parameter_dtype": jnp.bfloat16, "activation_dtype": jnp.bfloat16})
+    full, half = (compile_candidates(problem(1, **own), [layout])[0] for own in dtypes)
+    assert half.flops == full.flops
+    # Losses are in float32, and what they count.
+    assert half.traffic["data",] == pytest.approx(full.traffic["data",] / 2, rel=0.05)
+    assert half.memory["activations"] < 0.75 * full.memory["activations"]
+
+
+class Dense(eqx.Module):
+    layer: eqx.nn.Linear
+
+
+def dense_problem():
+    def loss_fn(model, rng, state, x):
+        return (jax.vmap(model.layer)(x) ** 2).mean(), state, {}
+
+    model = Dense(eqx.nn.Linear(8, 16, use_bias=False, key=jax.random.key(0)))
+    model = pzs.name_axes(model, {"layer/weight": ("neurons", "embedding")})
+    return read_problem(model, loss_fn, optax.sgd(0.1), {"x": np.ones((1024, 8), "f4")})
+
+
+def test_more_devices_than_there_are_are_simulated():
+    layout = Layout(parameters={"neurons": "model"}, compute={"batch": "data"}, blocks=())
+    sizes = (("data", 64), ("model", 8))
+    assert np.prod([size for _, size in sizes]) > len(jax.devices())
+    (cost,) = compile_candidates(dense_problem(), [Candidate(sizes, layout)])
+    assert cost.memory["inputs"] == 1024 // 64 * 8 * 4
+    assert cost.traffic["data",] >= 2 * 63 / 64 * 2 * 8 * 4
+
+
+def test_a_candidate_that_cannot_be_laid_out_has_an_error_in_its_place():
+    good = Layout(parameters={}, compute={"batch": "data"}, blocks=())
+    bad = dataclasses.replace(good, parameters={"embedding": ("data", "model")})
+    sizes = (("data", 2), ("model", 8))
+    found = compile_candidates(dense_problem(), [Candidate(sizes, x) for x in (bad, good)])
+    assert isinstance(found[0], PlanError)
+    assert found[1].flops > 0
+
+
+def test_a_program_that_the_compiler_refuses_has_an_error_in_its_place(monkeypatch):
+    def refuse(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    monkeypatch.setattr(compiled.compiler, "compile_bytecode", refuse)
+    layout = Layout(parameters={}, compute={"batch": "data"}, blocks=())
+    (error,) = compile_candidates(dense_problem(), [Candidate((("data", 8),), layout)])
+    assert isinstance(error, CompilationError)
