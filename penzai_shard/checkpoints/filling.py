@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
-from penzai_shard.errors import CheckpointDamagedError, CheckpointMismatchError, Problem
+from penzai_shard.errors import CheckpointMismatchError, Problem
 from penzai_shard.processes.agreement import sum_over_processes
 
 Shape = tuple[int, ...]
@@ -225,7 +225,7 @@ class _Group:
         source: What it is read from.
         struct: Its shape, dtype and sharding.
         devices: Where each part goes.
-        box: The smallest part of the array that has all parts.
+        pieces: What is read at once, one after the other, of the smallest box that has all parts.
         is_first: Whether no process before this one reads the same elements.
     """
 
@@ -233,7 +233,7 @@ class _Group:
     source: Source
     struct: jax.ShapeDtypeStruct
     devices: Mapping[Bounds, Sequence[jax.Device]]
-    box: Bounds
+    pieces: Iterator[Index]
     is_first: bool
 
 
@@ -247,16 +247,15 @@ def fill_arrays(
         store: What is read from. All processes together add up each element of an array once.
 
     Raises:
-        CheckpointDamagedError: Some arrays cannot be read; all of them are in it.
+        CheckpointDamagedError: An array cannot be read.
         CheckpointMismatchError: A number does not fit into the dtype that is wanted.
     """
     groups = [
         group
         for name, (source, struct) in wanted.items()
-        for group in _group_parts(name, source, struct, source.chunk(store.chunk(source.stored[0])))
+        for group in _group_parts(name, source, struct, store.chunk(source.stored[0]))
     ]
     shards: dict[str, list[jax.Array]] = {name: [] for name in wanted}
-    headline, problems = "", dict[str, Problem]()
     readers = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
     try:
         while groups:
@@ -268,20 +267,13 @@ def fill_arrays(
                 batch.append((group, parts, pending))
                 size += sum(memory.nbytes for memory in parts.values())
             for group, parts, pending in batch:
-                try:
-                    for future in pending:
-                        future.result()
-                except CheckpointDamagedError as error:
-                    headline = error.args[0]
-                    problems |= {problem.path: problem for problem in error.problems}
-                else:
-                    shards[group.name] += _put_parts(group, parts)
+                for future in pending:
+                    future.result()
+                shards[group.name] += _put_parts(group, parts)
             _return_memory()
     finally:
         # Whoever stops a restore does not wait for the rest of a large array.
         readers.shutdown(cancel_futures=True)
-    if problems:
-        raise CheckpointDamagedError(headline, problems.values())
     return {
         name: jax.make_array_from_single_device_arrays(
             struct.shape, struct.sharding, shards[name], dtype=struct.dtype
@@ -297,13 +289,14 @@ def _return_memory() -> None:
 
 
 def _group_parts(
-    name: str, source: Source, struct: jax.ShapeDtypeStruct, chunk: Sequence[int]
+    name: str, source: Source, struct: jax.ShapeDtypeStruct, stored_chunk: Shape
 ) -> Iterator[_Group]:
     """The parts of an array that this process reads, those of the same rows of chunks together.
 
     Those of all processes are found, so that each knows what it is the first to read. Boxes of odd
     layouts overlap, and then some elements are added up twice.
     """
+    chunk = source.chunk(stored_chunk)
     found: dict[tuple[int, Bounds], dict[Bounds, list[jax.Device]]] = {}
     for device, index in struct.sharding.devices_indices_map(struct.shape).items():
         part = find_bounds(index, struct.shape)
@@ -318,7 +311,9 @@ def _group_parts(
         box = tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in bounds)
         is_first = first.setdefault(box, process) == process
         if process == jax.process_index():
-            yield _Group(name, source, struct, devices, box, is_first)
+            # Of as many bytes as stored: at most twice as many if cast to a narrower dtype.
+            pieces = _cut(box, max(4, struct.dtype.itemsize), source.rows, chunk)
+            yield _Group(name, source, struct, devices, pieces, is_first)
 
 
 def find_bounds(index: Index, shape: Shape) -> Bounds:
@@ -349,11 +344,7 @@ def _begin_reading(
             if piece.dtype != dtype and dtype.kind in "iu" and (memory[tuple(there)] != cut).any():
                 refuse_numbers(group.name, piece.dtype, dtype)
 
-    # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
-    pieces = _cut(
-        group.box, max(4, dtype.itemsize), source.rows, source.chunk(store.chunk(source.stored[0]))
-    )
-    return parts, [readers.submit(read, piece) for piece in pieces]
+    return parts, [readers.submit(read, piece) for piece in group.pieces]
 
 
 def refuse_numbers(path: str, dtype: Any, wanted: Any) -> NoReturn:

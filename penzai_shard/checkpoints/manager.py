@@ -102,7 +102,6 @@ class CheckpointManager:
         self._keep_last, self._keep_every, self._best = keep_last, keep_every, parts or None
         self._asynchronous = asynchronous
         self._saving: concurrent.futures.Future[None] | None = None
-        self._is_closed = False
 
     # What there is
 
@@ -119,9 +118,8 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of which there are whole checkpoints now, in order."""
-        paths = [path.parent for path in pathlib.Path(self.path).glob(f"step_*/{MARKER}")]
-        named = [path.name for path in paths if _STEP.fullmatch(path.name)]
-        return sorted(int(name.removeprefix("step_")) for name in named)
+        names = [path.parent.name for path in pathlib.Path(self.path).glob(f"step_*/{MARKER}")]
+        return sorted(int(name.removeprefix("step_")) for name in names if _STEP.fullmatch(name))
 
     @property
     def latest(self) -> int | None:
@@ -201,8 +199,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointWriteError: There is a checkpoint of this step or of a later one; the state is
-                of another step; the metric of ``best`` is not there; the manager is closed; or this
-                one cannot be written; or the one before could not, and this one was not begun.
+                of another step; the metric of ``best`` is not there; or this one cannot be written;
+                or the one before could not, and this one was not begun.
             ShardingError: As for ``save_train_state``.
             RuleTypeError: An argument cannot be read.
         """
@@ -226,8 +224,6 @@ class CheckpointManager:
 
     def _check_save(self, step: int, state: Any, metrics: Any, latest: int | None) -> None:
         problems = Problems("cannot save:")
-        if self._is_closed:
-            problems.add("", "this manager is closed", "Make another CheckpointManager.")
         if latest is not None and step < latest:
             # Nobody would go on from it.
             problems.add(self.path, f"it has step {latest} already", "Save to another.")
@@ -236,13 +232,10 @@ class CheckpointManager:
             fix = f"Name one of them in best=, or add {{{best!r}: math.nan}} where it is not known."
             problems.add("metrics", f"best= is {best!r}, and they are {names}", fix)
         leaves, _ = run_inputs(state, "saving")
-        own = [int(leaf.value) for leaf in leaves if leaf.path == "step" and not leaf.shape]
-        if not own:
-            fix = f"Give a train state, or {{'step': {step}, 'model': model}}."
-            problems.add("state", "it has no number 'step'", fix)
-        elif own != [step]:
-            fix = f"Write save({own[0]}, state)."
-            problems.add("step", f"it is {step}, and the state's is {own[0]}", fix)
+        own = next((x.value for x in leaves if x.path == "step" and not x.shape), None)
+        if own is None or int(own) != step:
+            fix = f"Give a state of it, such as {{'step': {step}, 'model': model}}."
+            problems.add("step", f"it is {step}, and that of the state is {own}", fix)
         problems.raise_if_any(errors.CheckpointWriteError)
 
     def _finish(self, finish: Callable[[], str], step: int) -> None:
@@ -297,13 +290,12 @@ class CheckpointManager:
             saving.result()
 
     def close(self) -> None:
-        """Waits, and ends the saving, as the end of a ``with`` statement does.
+        """Waits, as the end of a ``with`` statement does.
 
         Raises:
             CheckpointWriteError, OSError: As for ``wait``.
         """
         self.wait()
-        self._is_closed = True
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -341,9 +333,7 @@ def choose_kept(
     >>> sorted(choose_kept(seen, 1, 100, ("loss", "min", 1)))
     [100, 150, 200, 250]
     """
-    if keep_last is None:
-        return {*metrics}
-    newest = sorted(metrics)[-keep_last:]
+    newest = sorted(metrics)[-keep_last:] if keep_last else metrics
     regular = [step for step in metrics if keep_every is not None and step % keep_every == 0]
     return {*newest, *regular, *sort_best(metrics, best)[: best[2] if best else 0]}
 

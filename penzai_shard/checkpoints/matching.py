@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from penzai_shard import errors
-from penzai_shard.arrays.statistics import name_statistics
-from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.records import ArrayRecord
 from penzai_shard.errors import Problem, Problems
@@ -159,7 +157,6 @@ def match(
     *,
     headline: str,
     own: Collection[str] = (),
-    is_state: bool = False,
     holder: str = "the checkpoint",
 ) -> dict[str, Source]:
     """Finds what fills each array, or refuses everything that is wrong.
@@ -170,8 +167,6 @@ def match(
         options: What may differ, and what is asked for.
         headline: The first line of the error.
         own: The wanted arrays that have values, which they can keep.
-        is_state: Whether both are train states. The paths in ``options.names`` are then those of
-            parameters, and what the optimizer keeps of one follows it.
         holder: What has the stored arrays, for messages.
 
     Returns:
@@ -181,7 +176,7 @@ def match(
         CheckpointMismatchError: With a problem for each difference.
         SelectionError: A pattern fits nothing.
     """
-    matching = _Matching(stored, wanted, options, is_state, holder)
+    matching = _Matching(stored, wanted, options, holder)
     chosen = set(options.choose(wanted))
     kept = set(own) if options.keeps_others else set()
     sources: dict[str, Source] = {}
@@ -211,7 +206,7 @@ def name_arrays(
     Raises:
         CheckpointMismatchError: Names cannot be given so; with all that is wrong.
     """
-    matching = _Matching(records, {}, options, False, holder)
+    matching = _Matching(records, {}, options, holder)
     matching.raise_problems(headline)
     return matching.names
 
@@ -228,14 +223,12 @@ class _Matching:
     stored: Mapping[str, ArrayRecord]
     wanted: Mapping[str, ArrayRecord]
     options: Options
-    is_state: bool
     holder: str
 
     def __post_init__(self) -> None:
         self.problems: list[Problem] = []
         self.stored = self._rename_axes(self._name_axes(self.stored))
-        self.start = PARAMETERS if self.is_state else ""
-        self.names = self._name_state() if self.is_state else self._name(self.stored)
+        self.names = self._name()
         # Dots and slashes part the pieces of a path, so that a flat dictionary fills a nested one.
         self.path_of = {pattern_parts(name): path for path, name in self.names.items()}
         # The numbers of the blocks that fill nothing; one number for a whole array.
@@ -276,19 +269,18 @@ class _Matching:
 
     def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
         new: dict[Any, str] = dict(self.options.rename_axes)
-        self.stored_axes = {name for r in stored.values() for name in r.names or () if name}
-        for old in new:
-            if old not in self.stored_axes:
-                what = f"rename_axes: no stored array has logical axis {old!r}"
-                self.add("", what, "axes", _suggest(old, self.stored_axes))
+        known = {name for r in stored.values() for name in r.names or () if name}
+        for old in [name for name in new if name not in known]:
+            what = f"rename_axes: no stored array has logical axis {old!r}"
+            self.add("", what, "axes", _suggest(old, known))
         return {
             path: dataclasses.replace(r, names=r.names and tuple(new.get(n, n) for n in r.names))
             for path, r in stored.items()
         }
 
-    def _name(self, paths: Collection[str]) -> dict[str, str]:
+    def _name(self) -> dict[str, str]:
         """The path that each stored array has in the model, without those that stay."""
-        rules = self.options.names
+        rules, paths = self.options.names, self.stored
         named: dict[str, str | None] = {}
         for pattern, new in rules.items():
             fitting = [path for path in paths if path not in named and matches(pattern, path)]
@@ -296,7 +288,7 @@ class _Matching:
             if not fitting:
                 what = f"names: no stored path, or none that is left, fits {pattern!r}"
                 fix = _suggest(pattern, paths)
-                if not fix and any(matches(self.start + pattern, path) for path in self.wanted):
+                if not fix and any(matches(pattern, path) for path in self.wanted):
                     # Stored and wanted paths are exchanged.
                     fix = f"Write names={ {new: old for old, new in rules.items()} }."
                 self.add("", what, "names", fix)
@@ -320,24 +312,6 @@ class _Matching:
                 fixed = {path: None, **{old: new for old, new in rules.items() if old != path}}
                 self.add(names[path], what, "names", f"Write names={fixed}.")
         return names
-
-    def _name_state(self) -> dict[str, str]:
-        """The same for a train state, whose rules are of parameters."""
-        start = len(PARAMETERS)
-        names = self._name([path[start:] for path in self.stored if path.startswith(PARAMETERS)])
-        found: dict[str, str] = {}
-        # Without names each statistic is told the path of its parameter.
-        leaves = [Leaf(path, None, r.shape, None, None) for path, r in self.stored.items()]
-        for leaf in name_statistics(leaves):
-            parameter = leaf.statistic.parameter if leaf.statistic else leaf.path
-            own = parameter.removeprefix(PARAMETERS)
-            if own == parameter:
-                found[leaf.path] = leaf.path
-            elif own in names:
-                # sm3 has a number behind the parameter's path.
-                head, tail = leaf.path.rsplit(own, 1)
-                found[leaf.path] = head + names[own] + tail
-        return found
 
     # What an array is made of
 
@@ -406,8 +380,7 @@ class _Matching:
             fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
             # An axis that others want under the old name cannot be renamed.
             if stored.shape == wanted.shape and not self.wanted_axes & pairs.keys():
-                kept = {k: x for k, x in self.options.rename_axes.items() if k in self.stored_axes}
-                fix = f"Write rename_axes={ {**kept, **pairs} }."
+                fix = f"Write rename_axes={ {**self.options.rename_axes, **pairs} }."
             self.add(path, f"the logical axes differ: {both}", "axes", fix)
         else:
             free = [*order]
@@ -453,16 +426,15 @@ class _Matching:
 
     def report_rest(self, missing: Sequence[str], keepable: Collection[str]) -> None:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
-        rules, start = self._suggest_names(missing), self.start
+        rules = self._suggest_names(missing)
         # The first rule that fits decides: without those that only the paths of the new ones fit.
-        rest = [path.removeprefix(start) for path in self.stored]
-        rest = [path for path in rest if fold_key(path) not in rules]
+        rest = [path for path in self.stored if fold_key(path) not in rules]
         given = self.options.names.items()
         old = {pattern: new for pattern, new in given if any(matches(pattern, x) for x in rest)}
         for path in missing:
             what = f"{self.holder} has no such array, and {self.wanted[path]} is wanted"
             fix = "Build what was saved, or keep own values: others='keep'."
-            if fold_key(path.removeprefix(start)) in rules.values():
+            if fold_key(path) in rules.values():
                 fix = f"Write names={ {**rules, **old} }."
             elif path not in keepable:
                 fix = ""
@@ -470,22 +442,13 @@ class _Matching:
         for path, name in self.names.items():
             if self.left[path] and self.options.asks_for(name):
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
-                # A rule for one path says that the model has it.
-                is_ruled = path.removeprefix(start) in self.options.names
-                kind, fix = ("names", _suggest(name, self.wanted)) if is_ruled else ("extra", "")
-                self.add(name, f"{what}, or fewer blocks", kind, fix)
+                self.add(name, f"{what}, or fewer blocks", "extra")
 
     def _suggest_names(self, missing: Iterable[str]) -> dict[str, str]:
         """Rules for stored arrays that fill none: those of the same sizes with the nearest path."""
-        start = self.start
-
-        def by_key(records: Mapping[str, ArrayRecord], paths: Iterable[str]) -> dict[str, Any]:
-            # Blocks have one rule, with a wildcard for the number.
-            below = [path for path in paths if path.startswith(start)]
-            return {fold_key(path.removeprefix(start)): records[path] for path in below}
-
-        left = by_key(self.stored, [path for path in self.names if self.left[path]])
-        wanted = by_key(self.wanted, missing)
+        # Blocks have one rule, with a wildcard for the number.
+        left = {fold_key(path): self.stored[path] for path in self.names if self.left[path]}
+        wanted = {fold_key(path): self.wanted[path] for path in missing}
         rules: dict[str, str] = {}
         # Where thousands differ, comparing all with all takes minutes, and nobody reads so much.
         for key, record in wanted.items() if len(wanted) <= _MOST_SUGGESTIONS else ():

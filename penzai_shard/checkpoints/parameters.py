@@ -5,7 +5,6 @@ constants and settings are the model's own: they are not in a checkpoint of para
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -292,12 +291,8 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     problems.extend(structure.problems)
     for leaf in leaves or [Leaf("", None, (), None, tree)]:
         if leaf.dtype is None or not leaf.path:
-            what, fix = f"this {type(leaf.value).__name__} is not one", "Write {'name': array}."
-            is_path = not leaf.path and isinstance(leaf.value, str | os.PathLike)
-            if is_path and called.startswith(("save", "restore")):
-                what = "the arguments are swapped: a path stands in the place of the model"
-                fix = f"Write {called}(path, model)."
-            problems.add(leaf.path, what, fix)
+            what = f"this {type(leaf.value).__name__} is not one"
+            problems.add(leaf.path, what, "Write {'name': array}.")
     problems.raise_if_any(errors.RuleTypeError)
     leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
     return name_statistics(leaves), structure
@@ -420,16 +415,10 @@ def restore_tree(
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
             raise errors.CheckpointMismatchError(headline, [problem])
-        # A folder of Hugging Face, to a function that knows no architectures.
-        is_foreign = options.axes is None and records.keys().isdisjoint(manifest.records)
-        if is_foreign and not options.names and os.path.isfile(f"{manifest.path}/config.json"):
-            what = "the model has none of its paths, and it has the configuration of another"
-            fix = "Write load_safetensors(path, mesh, rules)."
-            raise errors.CheckpointMismatchError(headline, [Problem("", what, fix, "names")])
         start, stored = "", manifest.records
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
-        sources = find(stored, records, options, headline=headline, own=own, is_state=is_state)
+        sources = find(stored, records, options, headline=headline, own=own)
     first = {name: stored[source.stored[0]] for name, source in sources.items()}
     # What others wrote has no checksums, and no names that could be absent on purpose.
     if any(
@@ -438,16 +427,14 @@ def restore_tree(
     ):
         what = "stores no logical axis names of these arrays: only their shapes were compared"
         errors.warn_caller([f"the checkpoint at {manifest.path} {what}."])
-    for name, source in sources.items():
-        paths = tuple(start + path for path in source.stored)
-        sources[name] = dataclasses.replace(source, stored=paths)
-    structs = {
-        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout[leaf.path])
-        for leaf in wanted
-        if leaf.path in sources
-    }
-    reading: dict[str, Any] = {"verify": verify, "free": free, "shown": shown}
-    values: dict[str, Any] = {**read_arrays(called, manifest, sources, structs, **reading)}
+    pairs = {}
+    for leaf in wanted:
+        if source := sources.get(leaf.path):
+            source = dataclasses.replace(source, stored=tuple(start + x for x in source.stored))
+            sharding = layout[leaf.path]
+            struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            pairs[leaf.path] = source, struct
+    values: dict[str, Any] = read_arrays(called, manifest, pairs, verify, free, shown)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

@@ -141,9 +141,7 @@ def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or "://" in text:
-        what = f"{path!r} is no path of a file system"
-        if not isinstance(path, str | os.PathLike):
-            what = f"this {type(path).__name__} is no path; the arguments may be swapped"
+        what = f"this {type(path).__name__} is no path of a file system: {text!r}"
         fix = "Write for instance 'runs/may/params'; mount an object store as a file system."
         raise RuleTypeError("a checkpoint needs a path:", [Problem("", what, fix)])
     return pathlib.Path(os.path.abspath(os.path.expanduser(text)))
@@ -193,17 +191,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Problem:
-    # Either of the last two pieces of the path may be misspelt, or it may be inside.
+    # It may be inside, or misspelt.
     what = "it is no checkpoint"
     inside = sorted(filter(_can_be_read, final.glob("*")))
-    beside = (*final.parent.glob("*"), *final.parent.parent.glob(f"*/{final.name}"))
-    paths = {"/".join(x.parts[-2:]): str(x) for x in filter(_can_be_read, beside)}
-    near = nearest("/".join(final.parts[-2:]), paths)
+    beside = {x.name: str(x) for x in filter(_can_be_read, final.parent.glob("*"))}
     fix = "Write the path that saving returned, or that of safetensors files, which " + (
         f"model.save_pretrained or huggingface_hub.snapshot_download({os.fspath(path)!r}) makes."
     )
     # Of the steps of a run the newest.
-    if found := str(inside[-1]) if inside else paths.get(near or ""):
+    if found := str(inside[-1]) if inside else beside.get(nearest(final.name, beside) or ""):
         fix = f"Write {found!r}."
     elif final.suffix == ".bin" or [*final.glob("*.bin")]:
         what = "it holds torch's own files, which are not read"
@@ -216,7 +212,7 @@ def _can_be_read(path: pathlib.Path) -> bool:
 
 
 def _read_tensors(final: pathlib.Path) -> Manifest:
-    store = tensor_files.TensorStore(final, final)
+    store = tensor_files.TensorStore(final)
     found = store.open(store.names)
     records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
     if any(MARKER in {*texts, *texts.values()} for texts in store.texts.values()):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,12 +20,10 @@ from penzai_shard.reports.quantities import bytes_text
 def read_arrays(
     called: str,
     manifest: Manifest,
-    sources: Mapping[str, Source],
-    structs: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    verify: bool = True,
-    free: Any = (),
-    shown: bool = False,
+    wanted: Mapping[str, tuple[Source, jax.ShapeDtypeStruct]],
+    verify: bool,
+    free: Any,
+    shown: bool,
 ) -> dict[str, jax.Array]:
     """Reads arrays onto any devices; with several processes all call it.
 
@@ -35,9 +32,8 @@ def read_arrays(
     Args:
         called: The function that was called, for messages.
         manifest: What the checkpoint holds.
-        sources: What each array is read from.
-        structs: The shape, dtype and sharding that each gets. Without a sharding it goes to the
-            default device.
+        wanted: What each array is read from, and the shape, dtype and sharding that it gets.
+            Without a sharding it goes to the default device.
         verify: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
         free: A tree of arrays that are deleted once the checkpoint is found to fit.
@@ -52,13 +48,13 @@ def read_arrays(
     # Each process may have other arrays to itself.
     spread = {
         name: str(struct)
-        for name, struct in structs.items()
+        for name, (_, struct) in wanted.items()
         if struct.sharding and not struct.sharding.is_fully_addressable
     }
     agreement.refuse_differences(called, spread)
     with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
         # In one order in all processes. Arrays without elements have an entry only.
-        names = sorted({name for source in sources.values() for name in source.stored})
+        names = sorted({name for source, _ in wanted.values() for name in source.stored})
         records = {name: manifest.records[name] for name in names}
         full = [name for name, record in records.items() if record.nbytes]
         open_arrays(manifest, full)
@@ -67,22 +63,12 @@ def read_arrays(
                 array.delete()
 
         # Random keys are read as their numbers, and made again.
-        record_of = {name: records[source.stored[0]] for name, source in sources.items()}
-        pairs = {
-            name: _read_as_numbers(source, structs[name], record_of[name])
-            for name, source in sources.items()
-        }
+        record_of = {name: records[source.stored[0]] for name, (source, _) in wanted.items()}
+        pairs = {name: _read_as_numbers(*x, record_of[name]) for name, x in wanted.items()}
         checked = [name for name in full if verify and records[name].values]
         shapes = {name: records[name].stored_shape for name in checked}
-        before = peak = _read_resident_bytes()
         with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
-
-            def advance(size: int) -> None:
-                nonlocal peak
-                peak = max(peak, _read_resident_bytes())
-                bar.advance(size)
-
-            store = ChecksumStore(manifest.store, shapes, advance)
+            store = ChecksumStore(manifest.store, shapes, bar.advance)
             arrays = fill_arrays(pairs, store)
             found = store.compute_checksums()
         what = "its numbers are not those that were saved"
@@ -92,9 +78,8 @@ def read_arrays(
         if not verify and read_manifest(manifest.path).records != manifest.records:
             refuse_damage(manifest.path, {"": "it was replaced while it was read"})
         landed = sum(array.nbytes for array in arrays.values())
-        sizes = map(bytes_text, (landed, store.bytes_read, peak - before))
-        text = "restored %s, read %s, the host's memory grew by at most %s: %s"
-        logging.getLogger("penzai_shard").info(text, *sizes, manifest.path)
+        sizes = map(bytes_text, (landed, store.bytes_read))
+        logging.getLogger("penzai_shard").info("restored %s, read %s: %s", *sizes, manifest.path)
         for name, record in record_of.items():
             if record.key_impl is not None:
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)
@@ -114,15 +99,6 @@ def open_arrays(manifest: Manifest, names: Iterable[str]) -> None:
         if (shape, dtype) != said:
             damaged[name] = f"its entry says {said[1]}{[*said[0]]}, stored is {dtype}{[*shape]}"
     refuse_damage(manifest.path, damaged)
-
-
-def _read_resident_bytes() -> int:
-    """The memory that this process holds; 0 where the system, if not Linux, does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _read_as_numbers(

@@ -6,7 +6,6 @@ same calls: each writes what its devices hold, and the first one puts the result
 
 import contextlib
 import dataclasses
-import errno
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ from penzai_shard.checkpoints.storage import begin_writing, shorten
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import ShardingError
 from penzai_shard.processes.agreement import on_first, refuse_differences, together
-
-_HELPED_ELSEWHERE = errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTSUP
 
 
 def begin_save(
@@ -76,7 +73,7 @@ def begin_save(
         values = {leaf.path: leaf.value for leaf in found}
     leaves = [_with_value(leaf, values[leaf.path]) for leaf in leaves]
     with plain_context(called):
-        numbers = {leaf.path: _read_numbers(leaf.value, leaf.dtype) for leaf in leaves}
+        numbers = {leaf.path: read_numbers(leaf.value, leaf.dtype) for leaf in leaves}
         checksums = compute_checksums(numbers)
     saved = {leaf.path: records.make_record(leaf, checksums[leaf.path]) for leaf in leaves}
     refuse_differences(called, {name: repr(record) for name, record in saved.items()})
@@ -130,7 +127,7 @@ def _with_value(leaf: Leaf, value: Any) -> Leaf:
     return dataclasses.replace(leaf, value=value, dtype=dtype)
 
 
-def _read_numbers(array: Any, dtype: Any) -> Any:
+def read_numbers(array: Any, dtype: Any) -> Any:
     """What is stored of an array."""
     if not isinstance(array, jax.Array):
         return np.asarray(array, dtype)
@@ -155,5 +152,5 @@ def undo_on_failure(replacement: Replacement) -> Iterator[None]:
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
         fix = "Make room or give permission there, or save to another path."
-        fix = fix if getattr(error, "errno", None) in _HELPED_ELSEWHERE else ""
+        fix = fix if isinstance(error, OSError) else ""
         refuse_save(replacement.final, shorten(error), fix)

@@ -28,7 +28,6 @@ _CHUNK_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
 _CACHE_BYTES = 4 * 2**20
 # What reading raises, or NumPy warns of, where a file is missing or holds something else.
 UNREADABLE = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, Warning
-_HALF_CHARACTERS = 150
 _OWN_FORM = dict.fromkeys(["use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value"], True)
 
 
@@ -106,10 +105,7 @@ def refuse_junk(path: object, file: str) -> Iterator[None]:
 
 def shorten(error: BaseException) -> str:
     """What TensorStore or Orbax says, in one line without source lines of theirs."""
-    text = re.split(r" \[[a-z]|\n", str(error))[0].rstrip(".")
-    # They say where first, and what the system says last.
-    start, end = text[:_HALF_CHARACTERS], text[-_HALF_CHARACTERS:]
-    return text if len(text) <= 2 * _HALF_CHARACTERS else f"{start} ... {end}"
+    return re.split(r" \[[a-z]|\n", str(error))[0].rstrip(".")
 
 
 class OrbaxStore:

@@ -45,8 +45,7 @@ class TensorStore:
     The files must stay as they are while they are read: other ones may take their paths.
 
     Args:
-        path: What the caller gave, for messages.
-        content: A file, an index, or a folder. In a folder ``model.safetensors.index.json`` says
+        path: A file, an index, or a folder. In a folder ``model.safetensors.index.json`` says
             which files belong together; without one, all do.
 
     Attributes:
@@ -59,24 +58,21 @@ class TensorStore:
         MissingExtraError: safetensors is not installed.
     """
 
-    def __init__(self, path: pathlib.Path, content: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path) -> None:
         self._safetensors = require("safetensors", "safetensors")
         self.texts: dict[str, dict[str, str]] = {}
         self._tensors: dict[str, np.ndarray] = {}
         self._mapped: list[mmap.mmap] = []
         self._looked_at = 0
 
-        files = sorted(content.glob(f"*{SUFFIX}")) if content.is_dir() else [content]
-        index = content / INDEX if content.is_dir() else content
+        files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        index = path / INDEX if path.is_dir() else path
         weight_map: dict[str, str] = {}
         if index.name.endswith(INDEX_SUFFIX) and os.path.lexists(index):
             with refuse_junk(path, index.name):
                 # Opening a pipe would never end.
                 text = index.read_bytes() if index.is_file() else b""
-                table = json.loads(text)
-                if "weight_map" not in table:
-                    refuse_damage(path, {index.name: "it has no weight_map, of tensors to files"})
-                weight_map = dict(table["weight_map"])
+                weight_map = dict(json.loads(text)["weight_map"])
                 for name in weight_map.values():
                     if pathlib.Path(name).name != name:
                         refuse_damage(path, {index.name: f"it names {name!r}, no file beside it"})

@@ -88,8 +88,8 @@ def restore_train_state(
         optimizer_rules: Other rules for what the optimizer keeps, below ``opt_state``.
         axis_name_to_mesh_name: The rules under Penzai's name.
         rename_axes: As for ``restore_params``.
-        names: As for ``restore_params``, for the paths of parameters; what the optimizer keeps of
-            a parameter follows it.
+        names: As for ``restore_params``; with ``**/`` in front a rule is one for a parameter and
+            for what the optimizer keeps of it: ``{"**/up/w": "**/net/up/w"}``.
         allow: As for ``restore_params``.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.

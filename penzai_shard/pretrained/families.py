@@ -77,12 +77,10 @@ def model_of_config(
     family, known = FAMILIES[config.family], config["vocab_size"]
     tokens = known if vocabulary is None else vocabulary
     problems = Problems(f"cannot build {config.source}:")
-    flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
-    check_options(problems, vocabulary, **flags)
     if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
         problems.add("use_layer_stack", f"this {config.family} cannot be stacked", "Leave it out.")
-    if type(tokens) is int and tokens < known:
-        problems.add("vocabulary", f"{tokens} is not {known} or more", f"Write {known} or more.")
+    if type(tokens) is not int or tokens < known:
+        problems.add("vocabulary", f"{tokens!r} is not {known} or more", f"Write {known} or more.")
     if dtype is None:
         has_weights = isinstance(path, str | os.PathLike) and is_tensors(pathlib.Path(path))
         found = find_dtype(config, read_manifest(path).records if has_weights else {})
@@ -112,15 +110,6 @@ def model_of_config(
         for i in range(len(config.layers) if "/block_0/" in each.label else 1)
     ]
     return pz.bind_variables(build(config, None), parameters)
-
-
-def check_options(problems: Problems, vocabulary: Any, **flags: Any) -> None:
-    """Adds the options of ``model_of_config`` that cannot be read."""
-    if vocabulary is not None and type(vocabulary) is not int:
-        problems.add("vocabulary", f"it is {vocabulary!r}", "Write a number of tokens.")
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            problems.add(name, f"it is {flag!r}", f"Write {name}=True, or leave it out.")
 
 
 def read_dtype(problems: Problems, dtype: Any, known: Collection[str] = FRACTIONS) -> str | None:

@@ -17,18 +17,16 @@ from penzai_shard.checkpoints.matching import Options, match, read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
 from penzai_shard.checkpoints.tensor_files import FRACTIONS
-from penzai_shard.errors import CheckpointMismatchError, PlanError, Problem, Problems
+from penzai_shard.errors import CheckpointMismatchError, Problem, Problems
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.pretrained import families
 from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
 from penzai_shard.processes.agreement import together
-from penzai_shard.rules import AxisRules, OnIndivisible
+from penzai_shard.rules import OnIndivisible
 
 _CALLED = "load_safetensors"
-# Words of ``allow`` for models of one's own.
-_WORDS = ("transpose", "cast", "blocks")
 
 
 def load_safetensors(
@@ -122,12 +120,11 @@ def load_safetensors(
     flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
     building: dict[str, Any] = {**flags, "vocabulary": vocabulary}
     filling = {"names": names, "axes": axes or {}, "rename_axes": rename_axes, "others": others}
-    problems = _check_options(config, into, allow, building, filling)
+    problems = _check_options(config, into, building, filling)
     dtype = families.read_dtype(problems, dtype, families.DTYPES if into is None else FRACTIONS)
     options = read_options(_CALLED, allow=allow, **filling, verify=verify, more=problems)
 
     find: Any = match
-    tokens = 0
     with together("looking for weights and their configuration"):
         manifest = read_manifest(path)
         if manifest.kind != "tensors":
@@ -140,7 +137,6 @@ def load_safetensors(
             checked = read_config(beside if config is None else config)
             dtype = dtype or families.find_dtype(checked, manifest.records)
             into = families.model_of_config(checked, dtype=dtype, **building)
-            tokens = into.metadata.vocab_size
             find = functools.partial(_match_tensors, checked, manifest.store)
 
     leaves, structure = read_tree(_CALLED, into)
@@ -151,27 +147,22 @@ def load_safetensors(
             for x in leaves
         ]
     relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
-    layout = _lay_out(into, tokens, mesh, (rules, axis_name_to_mesh_name), **relaxed)
+    layout = read_layout(_CALLED, into, mesh, rules, axis_name_to_mesh_name, **relaxed)
     reading = {"shown": progress is not False, "find": find}
     return restore_tree(_CALLED, manifest, leaves, structure, layout, options, verify, **reading)
 
 
 def _check_options(
-    config: Any, into: Any, allow: Any, building: Mapping[str, Any], filling: Mapping[str, Any]
+    config: Any, into: Any, building: Mapping[str, Any], filling: Mapping[str, Any]
 ) -> Problems:
     """What is wrong with options of models that are built, and of those that are filled."""
     problems = Problems("")
     if into is None:
-        families.check_options(problems, **building)
-        words = allow if isinstance(allow, list | tuple | set) else [allow]
-        useless = {**filling, "others": filling["others"] != "error"}
-        useless["allow"] = [word for word in words if word in _WORDS]
-        fix = "Leave it out, or give into=model."
+        what, useless = "it needs into=", {**filling, "others": filling["others"] != "error"}
     else:
-        useless = {"config": config, **building}
-        fix = "Leave it out, or leave into= out."
+        what, useless = "it does not go with into=", {"config": config, **building}
     for name in [name for name, value in useless.items() if value]:
-        problems.add(name, f"it goes with{'' if into is None else 'out'} into= only", fix)
+        problems.add(name, what, "Leave it out.")
     return problems
 
 
@@ -191,11 +182,8 @@ def _match_tensors(
         CheckpointMismatchError: Tensors are missing, left over, of other shapes, or not tied.
     """
     sources, shapes = families.read_tables(config, wanted)
-    family, tied = families.FAMILIES[config.family], families.find_tied(config)
-    # What was saved without a head has nothing in front of the names.
-    base = family.prefix + family.blocks.partition(".")[0] + "."
-    start = "" if any(name.startswith(base) for name in stored) else base
-    names = {x: x if x in stored else tied.get(x, x).removeprefix(start) for x in shapes}
+    tied = families.find_tied(config)
+    names = {x: x if x in stored else tied.get(x, x) for x in shapes}
     problems = Problems(headline)
     for tensor, shape in shapes.items():
         record = stored.get(names[tensor])
@@ -217,18 +205,3 @@ def _match_tensors(
         path: dataclasses.replace(source, stored=tuple(names[name] for name in source.stored))
         for path, source in sources.items()
     }
-
-
-def _lay_out(model: Any, tokens: int, mesh: Any, rules: Any, **options: Any) -> dict[str, Any]:
-    """As ``read_layout``; where a mesh does not divide so many tokens, it names ``vocabulary=``."""
-    try:
-        return read_layout(_CALLED, model, mesh, *rules, **options)
-    except PlanError as error:
-        if not tokens or all(problem.kind != "indivisible" for problem in error.problems):
-            raise
-        own = AxisRules(rules[0] if rules[1] is None else rules[1])
-        if not own.explain((families.VOCABULARY,), (tokens,), mesh).problems:
-            raise
-        fix = f"Write vocabulary={tokens + -tokens % mesh.size}, which adds zeros."
-        problem = Problem("vocabulary", f"the mesh does not divide {tokens} tokens", fix)
-        raise PlanError(error.args[0], [*error.problems, problem]) from None

@@ -9,7 +9,6 @@ before in ``rope_theta`` and ``rope_scaling``.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import reprlib
 from collections.abc import Callable, Mapping
@@ -93,9 +92,7 @@ def read_config(config: Any) -> ModelConfig:
     """
     if isinstance(config, ModelConfig):
         return config
-    # Whoever gives a model is not shown all of it.
-    source = str(config) if isinstance(config, str | os.PathLike) else reprlib.repr(config)
-    source = "config" if isinstance(config, Mapping) else source
+    source = "config" if isinstance(config, Mapping) else str(config)
     given: Any = config if isinstance(config, Mapping) else _read_json(source)
     family, own = _find_family(source, given), given
     if family == "Gemma 3 with images":
@@ -126,7 +123,8 @@ def _read_json(source: str) -> Mapping[str, Any]:
         near = nearest(source.rpartition("/")[2].lower(), known)
         meant = repr(near) if near else "the path of a config.json"
         fix = f"Write {meant}; published are {', '.join(known)}."
-        problem = errors.Problem("", f"{source!r} is no file and no published name", fix)
+        # Whoever gives a model is not shown all of it.
+        problem = errors.Problem("", f"{source!r:.100} is no file and no published name", fix)
         raise errors.CheckpointNotFoundError("no such configuration:", [problem]) from error
     try:
         given = json.loads(text)
@@ -145,9 +143,9 @@ def _check_table(source: str, given: Any) -> None:
 def _find_family(source: str, given: Mapping[str, Any]) -> str:
     written = given.get("architectures"), given.get("model_type")
     for family, (architecture, model_type, _) in _FAMILIES.items():
-        # One of the two may be missing. What was saved without a head is a LlamaModel.
-        names = [architecture], [architecture.replace("ForCausalLM", "Model")], None
-        if written[0] in names and written[1] in (model_type, None) and written != (None, None):
+        # One of the two may be missing.
+        is_it = written[0] in ([architecture], None) and written[1] in (model_type, None)
+        if is_it and written != (None, None):
             return family
     known = ", ".join(architecture for architecture, *_ in _FAMILIES.values())
     what = f"they and model_type are {reprlib.repr(written)}, and there are {known}"
@@ -195,12 +193,9 @@ _size = functools.partial(_number, is_whole=True)
 
 
 def _one_of(*accepted: Any, also: tuple[str, ...] = ()) -> _Attribute:
-    """Of these values; the first is the default. ``1`` and ``True`` are not the same."""
-
-    def fits(value: Any) -> bool:
-        return value in accepted and isinstance(value, bool) == isinstance(accepted[0], bool)
-
-    return _Attribute(" or ".join(map(repr, accepted)), fits, accepted[0], also, fix=_OWN_MODEL)
+    """Of these values; the first is the default."""
+    text = " or ".join(map(repr, accepted))
+    return _Attribute(text, lambda x: x in accepted, accepted[0], also, fix=_OWN_MODEL)
 
 
 def _flatten_rope(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -82,30 +82,15 @@ def test_restore_train_state_where_arrays_go(tmp_path):
     assert mu.data_array.sharding.spec == jax.P(None, ("data", "model"))
 
 
-@pytest.mark.parametrize("name", ["adafactor", "sm3"])
-def test_restore_train_state_renamed_parameters(tmp_path, name):
-    state = dictionary(named_params(), OPTIMIZERS[name](1e-3))
+def test_restore_train_state_renamed_parameters_with_what_the_optimizer_keeps(tmp_path):
+    optimizer = OPTIMIZERS["adafactor"](1e-3)
+    state = dictionary(named_params(), optimizer)
     path = pzs.save_train_state(tmp_path / "state", state)
-    other = dictionary(named_params(("net/up", "net/down"), 1), OPTIMIZERS[name](1e-3), step=4)
+    other = dictionary(named_params(("net/up", "net/down"), 1), optimizer, step=4)
     with pytest.raises(pzs.CheckpointMismatchError):
         pzs.restore_train_state(path, other)
-    restored = contents(pzs.restore_train_state(path, other, names={"*/w": "net/*/w"}))
+    restored = contents(pzs.restore_train_state(path, other, names={"**/*/w": "**/net/*/w"}))
     assert {path.replace("net/", ""): x for path, x in restored.items()} == contents(state)
-
-
-def test_restore_train_state_blocks(tmp_path):
-    def state_of(is_stacked, first):
-        w = jnp.arange(24.0).reshape(2, 3, 4) + first
-        parameters = {f"net/block_{i}/w": pz.nx.wrap(w[i], "a", "b") for i in range(2)}
-        if is_stacked:
-            parameters = {"net/blocks/w": pz.nx.wrap(w, "blocks", "a", "b")}
-        adam = optax.adam(1e-3).init(parameters)[0]
-        return {"params": parameters, "opt_state": adam._replace(mu=parameters)}
-
-    for is_stacked in (True, False):
-        path = pzs.save_train_state(tmp_path / str(is_stacked), state_of(is_stacked, 1))
-        restored = pzs.restore_train_state(path, state_of(not is_stacked, 0), allow="blocks")
-        assert contents(restored) == contents(state_of(not is_stacked, 1))
 
 
 def test_restore_train_state_of_parameters(tmp_path):

@@ -91,18 +91,6 @@ def test_load_names_everything_that_does_not_fit_at_once(tmp_path):
     assert f"{up}_scale" not in refuse(tmp_path, allow=("extra",))
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
-def test_load_takes_weights_that_were_saved_without_a_head(tmp_path, name):
-    whole = draw_tensors(name)
-    write_model(tmp_path, name, whole)
-    expected = params(load(tmp_path))
-    bare = {key.partition(".")[2] if "embed_out" not in key else key: whole[key] for key in whole}
-    config = CONFIGS[name] | {"architectures": None}
-    if name == "llama_tied":
-        config["architectures"] = ["LlamaModel"]
-    assert params(load(write_model(tmp_path, name, bare), config=config)) == expected
-
-
 def test_load_compares_a_head_that_is_stored_though_it_is_tied(tmp_path):
     tensors = draw_tensors("llama_tied")
     model = load(write_model(tmp_path, "llama_tied", tensors))
@@ -118,16 +106,12 @@ def test_load_compares_a_head_that_is_stored_though_it_is_tied(tmp_path):
 @pytest.mark.parametrize(
     ("options", "fixes"),
     [
-        ({"names": {"a": "b"}, "axes": {"a": ("b",)}}, {"names": "into=", "axes": "into="}),
-        ({"others": "keep", "allow": "cast"}, {"others": "into=model", "allow": "into=model"}),
+        ({"names": {"a": "b"}, "axes": {"a": ("b",)}}, {"names": "Leave", "axes": "Leave"}),
+        ({"others": "keep", "allow": "casts"}, {"others": "Leave", "allow": "allow='cast'"}),
         ({"into": {"w": SQUARE}, "vocabulary": 48}, {"vocabulary": "Leave"}),
         ({"into": {"w": SQUARE}, "axes": ["w"]}, {"axes": "axes={"}),
         ({"into": {"w": SQUARE}, "dtype": "int8", "names": 3}, {"dtype": "dtype=", "names": "="}),
         ({"dtype": "bf16", "verify": "no"}, {"dtype": "'bfloat16'", "verify": "verify="}),
-        (
-            {"use_layer_stack": "yes", "vocabulary": "56", "allow": "everything"},
-            {"use_layer_stack": "=True", "vocabulary": "number", "allow": "extra"},
-        ),
     ],
 )
 def test_load_refuses_all_that_is_wrong_by_option(llama, options, fixes):
@@ -145,15 +129,12 @@ def test_load_reads_each_header_once(llama, monkeypatch):
     assert len(opened) == 1
 
 
-def test_load_says_how_many_tokens_a_mesh_divides(llama):
+def test_load_has_as_many_tokens_as_a_mesh_divides(llama):
     mesh = pzs.make_mesh({"data": 1, "model": 3}, jax.devices()[:3])
-    for rules in ({"vocabulary": "model"}, RULES):
-        problems = refused(PlanError, load, llama, mesh, rules)
-        assert problems["transformer/embedder.embeddings"].kind == "indivisible"
-        assert "vocabulary=42" in problems["vocabulary"].fix
+    problems = refused(PlanError, load, llama, mesh, {"vocabulary": "model"})
+    assert problems["transformer/embedder.embeddings"].kind == "indivisible"
     model = load(llama, mesh, {"vocabulary": "model"}, vocabulary=42)
     assert model.metadata.vocab_size == 42
-    assert "vocabulary" not in refused(PlanError, load, llama, mesh, {"embedding": "model"})
 
 
 def test_load_says_what_is_at_the_path(tmp_path):
@@ -162,7 +143,7 @@ def test_load_says_what_is_at_the_path(tmp_path):
     assert "config.json" in problem.what
     refused(CheckpointNotFoundError, load, tmp_path / "elsewhere")
     (swapped,) = refused(RuleTypeError, load, pzs.make_mesh({"data": 8}), tmp_path).values()
-    assert "swapped" in swapped.what
+    assert "this Mesh is no path" in swapped.what
     checkpoint = pzs.save_params(tmp_path / "checkpoint", {"w": SQUARE})
     for options in ({}, {"into": {"w": SQUARE}}):
         (problem,) = refuse(checkpoint, **options).values()
