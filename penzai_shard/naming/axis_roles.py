@@ -8,16 +8,13 @@ overrides, a wrong one a wrong layout.
 import collections
 import dataclasses
 import itertools
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from penzai_shard.naming.axis_names import AxisNames
 from penzai_shard.naming.facts import DOT, Classes, Facts, Product, cover, sources_of
 from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
 from penzai_shard.naming.trace import CalledArray
-from penzai_shard.paths import fold_key, pattern_parts
 from penzai_shard.propagation.flat import FLOW
 from penzai_shard.rules import TRANSFORMER_AXES
 
@@ -27,10 +24,6 @@ _NEURONS, _HEADS, _HEAD_GROUPS, _QUERY_HEADS, _VOCABULARY = TRANSFORMER_AXES
 _EXPONENTIAL, _MULTIPLY = "stablehlo.exponential", "stablehlo.multiply"
 # What hands something from one place of a sequence on to the next.
 _HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", "stablehlo.reduce_window"})
-# Words in paths of tables in which other things than tokens are looked up.
-_NO_TOKENS = frozenset(
-    {"wpe", "pos", "position", "positions", "positional", "segment", "timestep", "type", "types"}
-)
 
 
 def name_classes(facts: Facts) -> AxisNames:
@@ -83,41 +76,30 @@ def name_classes(facts: Facts) -> AxisNames:
 
 def _name_embedding(facts: Facts, names: AxisNames) -> None:
     """What products with weights read, and what they make of it is added to."""
-    made, seen = facts.made_by_weights, set[Classes]()
+    made, seen, together = facts.made_by_weights, set[Classes](), _contracted_together(facts)
     for each in facts.program.operations:
-        if each.kind != "stablehlo.add" or each.results[0] not in facts.from_inputs:
+        classes = facts.classes(each.results[0]).intersection(facts.in_weights) - together
+        if each.kind != "stablehlo.add" or not classes or classes in seen:
             continue
-        classes = facts.classes(each.results[0]).intersection(facts.in_weights)
-        if not classes or classes in seen:
+        if not facts.from_inputs.issuperset(each.operands):
             continue
         for added, stream in itertools.permutations(each.operands):
             last = next((made[v] for v in facts.before(added, made) if v in made), None)
-            if last is None or not {added, stream} <= facts.from_inputs:
-                continue
-            before = {v for operand in last.operands for v in facts.before(operand)}
-            # What loops make in between does not show in one turn of them.
-            reached = facts.reached([stream], last.number - 1)
-            if stream not in before and reached.isdisjoint(last.operands):
-                continue
-            seen.add(classes)
-            others = _contracted_together(facts) | facts.mapped_over
-            counts = {part: len(facts.in_weights[part]) for part in classes - others}
-            most = max(counts.values(), default=0)
-            best = [part for part, count in counts.items() if count == most]
-            if len(best) == 1 and most > 1:
-                reason = "blocks read it and add to it what they make of it"
-                names.give(best[0], "embedding", reason)
-            break
+            if last and facts.reached([stream], last.number - 1) & {*last.operands}:
+                seen.add(classes)
+                # Of several axes, such as positions beside it, the one that most weights have.
+                counts = collections.Counter({p: len(facts.in_weights[p]) for p in classes})
+                (best, most), *rest = counts.most_common()
+                if most > 1 and (not rest or rest[0][1] < most):
+                    reason = "blocks read it and add to it what they make of it"
+                    names.give(best, "embedding", reason)
 
 
-def _contracted_together(facts: Facts) -> Classes:
+def _contracted_together(facts: Facts) -> Set[AxisClass]:
     """What matrix products contract only together with others, as heads with projections."""
-    together: set[AxisClass] = set()
-    apart: set[AxisClass] = set()
-    for each in facts.with_weights:
-        is_joint = len(each.contracted) > 1 and each.operation.kind == DOT
-        (together if is_joint else apart).update(each.contracted)
-    return frozenset(together - apart)
+    dots = [each.contracted for each in facts.with_weights if each.operation.kind == DOT]
+    apart = {part for parts in dots if len(parts) == 1 for part in parts}
+    return {part for parts in dots for part in parts} - apart
 
 
 # What is indexed
@@ -125,109 +107,76 @@ def _contracted_together(facts: Facts) -> Classes:
 
 def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
     """What inputs are looked up in, if it is the only such table or as long as the logits are."""
-    embedding = names.with_role("embedding")
-    tables, logits = dict[AxisClass, Classes](), dict[AxisClass, Classes]()
+    embedding, logits = names.with_role("embedding"), _find_logits(facts)
+    tables = dict[AxisClass, Classes]()
     for each in facts.lookups:
-        index = frozenset(part for part in facts.classes(each.index) if part.size > 1)
-        if each.operation.operands[0] in facts.from_inputs:
-            logits[each.rows] = index
-        elif each.index in facts.from_inputs - facts.from_weights:
-            weights = facts.in_weights.get(each.rows, ())
-            is_begin = any(not embedding.isdisjoint(weight.classes) for weight in weights)
-            words = {word for weight in weights for word in _read_words(weight.path)}
-            if weights and (is_begin or not embedding) and words.isdisjoint(_NO_TOKENS):
-                tables[each.rows] = index
-    logits |= _find_last(facts)
+        weights = facts.in_weights.get(each.rows, ())
+        is_begin = any(not embedding.isdisjoint(weight.classes) for weight in weights)
+        # Places that are counted along the tokens are computed from them, too.
+        is_given = each.index in facts.from_inputs - facts.from_weights
+        is_given = is_given and "stablehlo.reduce_window" not in facts.kinds_before(each.index)
+        is_table = each.operation.operands[0] not in facts.from_inputs and bool(weights)
+        if is_table and is_given and (is_begin or not embedding):
+            tables[each.rows] = _long_classes(facts, each.index)
     chosen = tables.keys() & logits.keys() or {
         rows
         for rows, index in tables.items()
         if any(part.size == rows.size and index <= beside for part, beside in logits.items())
     }
     # An index of which another input has more dimensions, as of an image, is its label.
-    real = [{*each.classes} for each in facts.call.inputs if _read_kind(facts, each) == "f"]
+    real = [{*each.classes} for each in facts.call.inputs if _is_of(facts, each, ("f", "bf"))]
     unlabelled = {rows for rows, index in tables.items() if not any(index < own for own in real)}
     if len(chosen := chosen or unlabelled) == 1:
         names.give(min(chosen), _VOCABULARY, "rows are looked up along it by an input")
 
 
-def _read_kind(facts: Facts, array: CalledArray) -> str:
-    """Whether an input is of floats, ``"f"``, or of integers, ``"i"``."""
-    dtype = "" if array.value is None else facts.program.values[array.value].dtype
-    return dtype.removeprefix("b").removeprefix("u")[:1]
-
-
-def _find_last(facts: Facts) -> dict[AxisClass, Classes]:
-    """The last dimensions of results, with those before them, as of logits."""
-    dims = (facts.call.dims[value] for value in facts.program.results)
-    return {
-        each[-1][0]: frozenset(itertools.chain(*each[:-1]))
-        for each in dims
-        if each and len(each[-1]) == 1 and each[-1][0] in facts.in_weights
+def _find_logits(facts: Facts) -> dict[AxisClass, Classes]:
+    """What results have last, or a loss looks up targets in, with the axes of the numbers."""
+    found = {
+        each.rows: _long_classes(facts, each.index)
+        for each in facts.lookups
+        if each.operation.operands[0] in facts.from_inputs
     }
+    for *beside, last in filter(None, map(facts.call.dims.__getitem__, facts.program.results)):
+        if len(last) == 1 and last[0] in facts.in_weights:
+            found[last[0]] = frozenset(itertools.chain(*beside))
+    return found
 
 
-def _read_words(path: str) -> Iterator[str]:
-    for part in pattern_parts(path):
-        yield from (word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", part))
+def _long_classes(facts: Facts, value: int) -> Classes:
+    return frozenset(part for part in facts.classes(value) if part.size > 1)
+
+
+def _is_of(facts: Facts, array: CalledArray, dtypes: tuple[str, ...]) -> bool:
+    """Whether an input is of some kind of numbers, as MLIR writes it."""
+    return array.value is not None and facts.program.values[array.value].dtype.startswith(dtypes)
 
 
 def _name_layers(facts: Facts, names: AxisNames) -> None:
-    """What is taken one by one from several weights, by a loop or by hand, each for the next."""
-    taken = collections.defaultdict[AxisClass, list[tuple[list[int], list[int], float]]](list)
-    for (counter, part), values in _find_stepped(facts).items():
+    """What a loop takes from weights one by one, to multiply with each what the last one made.
+
+    Chunks of neurons, heads and experts are not layers: their results are only added.
+    """
+    taken = collections.defaultdict[tuple[int, AxisClass], list[int]](list)
+    for operation, dim, counter in indices_of_loops(facts.program):
+        whole = operation.operands[0]
+        if operation.kind == "stablehlo.dynamic_slice" and whole in facts.from_weights:
+            for part in facts.call.dims[whole][dim]:
+                taken[counter, part].append(operation.results[0])
+    for (counter, part), elements in taken.items():
         # A loop ends with the last of the operations that hand on what it carries.
         own = facts.makers[counter]
         last = own.number
         for each in facts.program.operations:
             if each.number == last + 1 and (each.kind, each.name) == (FLOW, own.name):
                 last += 1
-        taken[part].append((values, values, last))
-    first = {weight.parts[0][0] for weight in facts.call.weights if len(weight.classes) > 1}
-    cut = collections.defaultdict[AxisClass, dict[int, list[int]]](dict)
-    for operation, parts, _, (start, end, _) in facts.cuts:
-        is_one = end - start == 1 and len(parts) == 1 and parts[0] in first
-        if is_one and operation.operands[0] not in facts.from_inputs:
-            cut[parts[0]].setdefault(start, []).append(operation.results[0])
-    for part, elements in cut.items():
-        if len(elements) == part.size > 1:
-            taken[part].append((elements[0], elements[1], math.inf))
-    by_length = collections.defaultdict[int, set[tuple[AxisClass, str]]](set)
-    for part in taken.keys() & facts.in_weights.keys() - facts.of_inputs.keys():
-        if any(_is_used_after(facts, *each) for each in taken[part]):
-            paths = {fold_key(weight.path) for weight in facts.in_weights[part]}
-            by_length[part.size] |= {(part, path) for path in paths}
-    for found in by_length.values():
-        if len({path for _, path in found}) > 1:
-            for part, _ in sorted(found):
-                reason = "its elements are taken from several weights one by one"
+        of_elements = facts.reached(elements, last)
+        for product in facts.with_weights:
+            is_inside = product.operation.number < last and product.weight_operand in of_elements
+            if is_inside and product.data in facts.reached(product.operation.results, last):
+                reason = "a loop takes its elements one by one, each for what the last one made"
                 names.give(part, "layers", reason)
-
-
-def _find_stepped(facts: Facts) -> Mapping[tuple[int, AxisClass], list[int]]:
-    """What loops take of weights one by one, by their counter and the class of the elements."""
-    taken = collections.defaultdict[tuple[int, AxisClass], list[int]](list)
-    for operation, dim, counter in indices_of_loops(facts.program):
-        of_weights = operation.operands[0] in facts.from_weights
-        if operation.kind == "stablehlo.dynamic_slice" and of_weights:
-            for part in facts.call.dims[operation.operands[0]][dim]:
-                taken[counter, part].append(operation.results[0])
-    return taken
-
-
-def _is_used_after(facts: Facts, first: Sequence[int], second: Sequence[int], last: float) -> bool:
-    """Whether a weight is multiplied with what the one before it in a stack made.
-
-    Chunks of neurons, heads and experts are not: their results are only added.
-    """
-    products = [each for each in facts.with_weights if each.operation.number < last]
-    of_first, of_second = facts.reached(first, last), facts.reached(second, last)
-    before = [each for each in products if each.weight_operand in of_first]
-    for each in (each for each in products if each.weight_operand in of_second):
-        # In a loop, what comes before a product is the same product one turn earlier.
-        made = [one.operation.results[0] for one in ([each] if first is second else before)]
-        if each.data in facts.reached(made, last):
-            return True
-    return False
+                break
 
 
 # Attention
@@ -257,7 +206,6 @@ class _Attention:
 def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
     """Products of two values that no weight is, with a softmax of them, and that times others."""
     weighted = facts.in_weights.keys() - facts.of_inputs.keys() - names.roles.keys()
-    weighted -= facts.mapped_over
     by_number = {each.operation.number: each for each in facts.products}
     for scores in facts.products:
         if not scores.contracted or facts.is_of_a_weight(scores):
@@ -320,34 +268,14 @@ def _name_attention(facts: Facts, names: AxisNames, attentions: Sequence[_Attent
             for part in sorted(each.values) if length_of(each.values) == length else ():
                 reason = "the results of attention have it beside the heads"
                 names.give(part, "projection", reason)
-        lacking = [part for part in each.heads if _is_lacked_by_keys(facts, each, part)]
+        forms = [facts.classes(v) for operand in operands for v in facts.moved_from(operand)]
+        lacking = [part for part in each.heads if any(part not in classes for classes in forms)]
         reason = "attention is done side by side along it"
         if len(each.heads) == 1:
             names.give(each.heads[0], _QUERY_HEADS if lacking else _HEADS, reason)
         elif len(each.heads) == 2 and len(lacking) == 1:
             for part in each.heads:
                 names.give(part, _QUERY_HEADS if part in lacking else _HEAD_GROUPS, reason)
-
-
-def _is_lacked_by_keys(facts: Facts, attention: _Attention, head: AxisClass) -> bool:
-    """Whether several queries, along one of the heads, have one key."""
-    for operand in attention.scores.operation.operands:
-        if any(head not in facts.classes(value) for value in facts.moved_from(operand)):
-            return True
-    projecting = attention.contracted | attention.values
-    made = {
-        value
-        for each in facts.with_weights
-        if each.made & projecting
-        for value in facts.before(each.weight_operand)
-    }
-    return any(
-        weight.value in made
-        and head not in weight.classes
-        and not projecting.isdisjoint(weight.classes)
-        and (len(attention.heads) == 1 or not {*attention.heads}.isdisjoint(weight.classes))
-        for weight in facts.call.weights
-    )
 
 
 # Between two products
@@ -373,10 +301,7 @@ def _name_neurons(facts: Facts, names: AxisNames) -> None:
             continue
         handed = (one.results[0] for one in makers if one.kind in _HANDING_ON)
         handed_on = {part for value in handed for part in facts.classes(value)} | states
-        # One product may make neurons together with something else, to be cut apart.
         made = {part for one in near if one.contracted & streams for part in one.made}
-        runs = (run for part in made for run in facts.runs.get(part, {}).values())
-        made |= {part for run in runs for _, parts in run if len(parts) == 1 for part in parts}
         found = made & each.contracted & facts.in_weights.keys() - handed_on
         for part in names.without_role(found):
             role = "recurrent" if is_looped else _NEURONS
@@ -418,17 +343,15 @@ def _name_outputs(facts: Facts, names: AxisNames) -> None:
     """What products make of the embedding for results alone: the vocabulary again, or others."""
     embedding, vocabulary = names.with_role("embedding"), names.with_role(_VOCABULARY)
     made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
-    looked_up = {
-        each.rows for each in facts.lookups if each.operation.operands[0] in facts.from_inputs
-    }
-    last, lengths = _find_last(facts), {part.size for part in vocabulary}
-    found = names.without_role(made & (last.keys() | looked_up))
+    last, lengths = _find_logits(facts), {part.size for part in vocabulary}
+    found = names.without_role(made & last.keys())
     logits = [part for part in found if part.size in lengths]
     if len(logits) == 1:
         reason = "results have it last, and it is as long as the vocabulary"
         names.give(logits[0], _VOCABULARY, reason)
     inputs = facts.call.inputs
-    tokens = {p for each in inputs if _read_kind(facts, each) == "i" for p in each.classes}
+    integers = ("i", "ui")
+    tokens = {p for each in inputs if _is_of(facts, each, integers) for p in each.classes}
     given = {part for each in inputs for part in each.classes}
     # Where no vocabulary is found, what each token has may be it.
     is_open = not vocabulary and bool(tokens)
@@ -487,12 +410,12 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
         for operand, kind in zip(operands, "qkvv", strict=True):
             if kind == "v" and each.scores.operation.results[0] in facts.before(operand):
                 continue
-            for value in facts.before(operand, facts.by_result):
+            near = facts.nearest_products(operand)
+            moved = (
+                v for e in near if e.weight is not None for v in facts.moved_from(e.weight_operand)
+            )
+            for value in itertools.chain(facts.before(operand, facts.by_result), moved):
                 uses[value].add(kind)
-            for product in facts.nearest_products(operand):
-                if product.weight is not None:
-                    for value in facts.moved_from(product.weight_operand):
-                        uses[value].add(kind)
     heads = {_HEADS, _HEAD_GROUPS, _QUERY_HEADS}
     for part, runs in facts.runs.items():
         if part in names.roles or part not in facts.in_weights or not cover(part, runs):

@@ -20,16 +20,10 @@ _COMMON = frozenset({"embedding", "vocabulary", "outputs", "rank", "qkv", "kv", 
 def name_experts(facts: Facts, names: AxisNames) -> None:
     """What weights of products have side by side, and a product of the embedding chooses among."""
     dots = (each for each in facts.with_weights if each.operation.kind == DOT)
-    side_by_side = {part for each in dots for part in each.batch & facts.in_weights.keys()}
-    # Rows that are chosen are matrices: those of a table of tokens that are made are none.
-    looked_up = {
-        lookup.rows
-        for lookup in facts.lookups
-        if lookup.rows in facts.in_weights
-        and lookup.index in facts.from_weights
-        and sum(part.size > 1 for part in lookup.others) > 1
-    }
-    side_by_side |= looked_up
+    side_by_side = {part for each in dots for part in each.batch}
+    # Experts are matrices: rows of a table, such as tokens that are made and looked up, are none.
+    matrices = {weight.parts[0] for weight in facts.call.weights if len(weight.classes) > 2}
+    looked_up = {each.rows for each in facts.lookups if each.index in facts.from_weights}
     for router, order in tuple(_find_routers(facts, names)):
         if router in side_by_side:
             how = "the embedding weighs them" if order is None else "the largest are chosen"
@@ -37,32 +31,19 @@ def name_experts(facts: Facts, names: AxisNames) -> None:
         if order is None:
             continue
         chosen = _of_chosen(facts, order)
-        candidates = side_by_side | _stacked(facts) | _compared(facts, order)
         # Equal lengths say nothing: those of the next layer are as many, and so may others be.
         experts = [
             part
-            for part in names.without_role(candidates & chosen & facts.in_weights.keys())
-            if part.size == router.size and part != router
+            for part in names.without_role(chosen & facts.in_weights.keys())
+            if part.size == router.size and part != router and (part,) in matrices
         ]
         if len(experts) == 1 or (experts and looked_up.issuperset(experts)):
-            reason = "the largest of its elements are chosen, and weights have as many side by side"
-            names.give(router, "experts", reason)
-            reason = "weights have it side by side, and the largest of a product are chosen for it"
-            for part in experts:
+            for part in (router, *experts):
+                reason = "weights have it side by side, and the largest of a product are chosen"
                 names.give(part, "experts", reason)
         elif chosen & names.with_role("embedding"):
             reason = "the largest of its elements are chosen, to weigh what the embedding gets"
             names.give(router, "experts", reason)
-
-
-def _stacked(facts: Facts) -> Set[AxisClass]:
-    """The first dimensions of several weights that are stacks of matrices."""
-    first = collections.Counter(
-        weight.parts[0][0]
-        for weight in facts.call.weights
-        if weight.parts and len(weight.shape) > 2 and len(weight.parts[0]) == 1
-    )
-    return {part for part, count in first.items() if count > 1}
 
 
 def _find_routers(facts: Facts, names: AxisNames) -> Iterator[tuple[AxisClass, Operation | None]]:
@@ -106,16 +87,6 @@ def _of_chosen(facts: Facts, order: Operation) -> Classes:
                 waiting += [each for each in user.results if each not in seen]
                 seen.update(user.results)
     return frozenset(found)
-
-
-def _compared(facts: Facts, order: Operation) -> Set[AxisClass]:
-    """What the places of the largest elements are compared with, as for a row with a one."""
-    found: set[AxisClass] = set()
-    for result in order.results[1:]:
-        for operation in facts.after(result, PRODUCTS | _ORDERS | {"stablehlo.compare"}):
-            if operation.kind == "stablehlo.compare":
-                found |= facts.classes(operation.results[0]) - facts.classes(result)
-    return found
 
 
 # Streams
