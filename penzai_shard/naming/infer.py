@@ -215,9 +215,8 @@ def _name_dims(
             yield NamedDim(None, "its length is 1", parts)
         else:
             first = names.index(None)
-            of = f"of {_sizes_text(parts)} the {parts[first].size}: " if len(parts) > 1 else ""
             # No override can name what is the same axis as another dimension.
-            yield NamedDim(None, of + reasons[first], parts, () if dim in repeated else names)
+            yield NamedDim(None, reasons[first], parts, () if dim in repeated else names)
 
 
 # Results

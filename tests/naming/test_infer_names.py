@@ -110,6 +110,13 @@ def test_infer_names_calls_one_of_two_dimensions_that_are_one_axis():
     assert found.undecided == ()
 
 
+def test_infer_names_leaves_the_name_of_two_axes_of_an_array_to_the_commoner():
+    found = infer(overrides={"*.high": ("embedding", None)})
+    assert found["0.low"] == ("embedding", None)
+    assert "'embedding'" in found.reasons("0.low")[1]
+    assert ("0.low", 1) in found.undecided
+
+
 def test_infer_names_reports_what_is_open_first_and_what_to_write(inferred):
     report = inferred.report()
     is_open = ["?" in row[1] for row in report.rows]
