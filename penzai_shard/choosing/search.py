@@ -5,6 +5,7 @@ is compiled corrects the estimates of what is not. Nothing here knows what a can
 """
 
 import collections
+import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,6 +35,10 @@ class Price(NamedTuple):
     seconds: float
     total: float
     memory: float
+
+
+NO_PRICE = Price(math.inf, math.inf, math.inf)
+"""That of a candidate that cannot be compiled; it says nothing of others."""
 
 
 def search(
@@ -71,11 +76,11 @@ def search(
         if best is not None and len(exact) >= 2 * most:
             break
         # Once there are enough, only what would be quicker counts.
-        slowest = best * _QUICKER if best is not None and len(exact) >= most else float("inf")
+        slowest = best * _QUICKER if best is not None and len(exact) >= most else math.inf
         left = [number for number in left if corrected[number].seconds < slowest]
         likely = [number for number in left if corrected[number].memory <= limit * _LIKELY]
         rest = [number for number in left if corrected[number].memory > limit * _LIKELY]
-        if slowest < float("inf"):
+        if slowest < math.inf:
             rest = [number for number in rest if corrected[number].memory <= limit * _POSSIBLY]
         likely.sort(key=lambda number: (corrected[number].seconds, estimates[number]))
         rest.sort(key=lambda number: (corrected[number].memory, estimates[number]))
@@ -101,6 +106,8 @@ def _correct(
     """The estimates times the median error of what was compiled and is the most alike."""
     errors = collections.defaultdict[Hashable, list[tuple[float, float]]](list)
     for number, price in exact.items():
+        if price == NO_PRICE:
+            continue
         estimate = estimates[number]
         error = price.seconds / (estimate.seconds or 1e-12), price.memory / (estimate.memory or 1)
         for kind in kinds[number]:

@@ -81,6 +81,28 @@ def price(step: str, lock: str | None, show_all: bool, debug: bool) -> None:
 
 
 @penzai_shard.command()
+@click.argument("model")
+@click.option("--devices", required=True, help="v5e:32, h100:16. No devices are needed.")
+@click.option("--batch", type=int, required=True, help="Examples of a batch.")
+@click.option("--seq", type=int, help="Tokens of an example.")
+@click.option("--memory", help="What a step may need on a device: 14GiB.")
+@click.option("--keep", default="", help="What is decided: batch=data,heads=.")
+@click.option("--optimizer", default="adamw", help="A name in optax, or file.py:NAME.")
+@click.option("--loss", help="file.py:NAME of a loss; without, next tokens are predicted.")
+@click.option("--json", "as_json", is_flag=True, help="Print the layouts as JSON.")
+@click.option("--out", type=click.Path(dir_okay=False), help="Write the best to this TOML file.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def choose(debug: bool, **options: object) -> None:
+    """Print the layouts for training MODEL that fit, the best first.
+
+    MODEL is as for "plan". The exit status is 1 if no layout fits.
+    """
+    from penzai_shard.cli.choose import print_choices
+
+    print_choices(**options)  # type: ignore[arg-type]
+
+
+@penzai_shard.command()
 @click.argument("base")
 @click.argument("head")
 @click.option("--tolerance", default=0.05, help="By which fraction bytes may differ.")

@@ -1,0 +1,327 @@
+"""Finds how a model is best laid out over some devices for training, among all sane layouts.
+
+One way of each table that can be stored is priced by propagation, then the other ways of the
+quickest tables. What seems best is compiled, and only of compiled steps it is said that they fit.
+Nothing runs, and the same question has the same answer on every machine.
+"""
+
+import collections
+import functools
+import itertools
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from penzai_shard.choosing.bound import bound
+from penzai_shard.choosing.candidates import Candidate, make_candidates, mesh_shapes, stored_bytes
+from penzai_shard.choosing.choice import Choice, Choices
+from penzai_shard.choosing.compiled import compile_candidates
+from penzai_shard.choosing.cost import Prices, StepCost
+from penzai_shard.choosing.hardware import Devices, read_devices
+from penzai_shard.choosing.problem import Problem, read_problem
+from penzai_shard.choosing.search import NO_PRICE, Price, search
+from penzai_shard.choosing.shallow import cut_model
+from penzai_shard.errors import (
+    NothingFitsError,
+    PlanError,
+    RuleTypeError,
+    ShardingError,
+    ShardingWarning,
+)
+from penzai_shard.errors import Problem as Mistake
+from penzai_shard.progress import progress as show_progress
+from penzai_shard.reports.quantities import bytes_text
+
+# Where the quickest way of a table takes so much longer than the best, other ways are not priced.
+_SLOWER = 1.25
+# One and two blocks say within this part what all of them hold; nearer to the limit all count.
+_NEAR_LIMIT = 0.12
+# So few blocks are compiled whole for the pick in any case.
+_FEW_BLOCKS = 8
+
+
+def choose_layout(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    devices: Any,
+    batch: int | Mapping[str, Any],
+    seq: int | None = None,
+    memory: float | str | None = None,
+    keep: Mapping[Any, Any] | None = None,
+    hardware: Any = None,
+    names: Mapping[str, Any] | None = None,
+    blocks: Any = None,
+    rematerialise: Sequence[str | None] = (None, "dots", "nothing"),
+    microbatches: Sequence[int] = (1, 2, 4, 8),
+    plain_arrays: bool = False,
+    compiled: int = 12,
+    progress: bool | None = None,
+) -> Choices:
+    """Finds how a model is best laid out over some devices for training.
+
+    A layout is a short table from logical axes to mesh axes, so that all sane tables can be listed,
+    on every shape of the mesh, with every policy and number of microbatches. The price is the
+    largest of the times to compute, to send and to update the optimizer at the figures that the
+    hardware's vendor publishes. A step that needs more memory than there is is never picked.
+
+    Listing shardings and pricing them is what Alpa does for tensors without names (Zheng et al.
+    2022, arXiv:2201.12023); the price is a roofline (Williams et al. 2009).
+
+    Args:
+        model: The model, concrete or abstract, with logical axes: Penzai's, Flax's, or what
+            ``name_axes`` gives. ``infer_names`` finds them for a model that has none.
+        loss_fn: As for ``build_train_step_fn``.
+        optimizer: An optimizer of optax.
+        devices: The name of hardware (``"v5e:32"``, ``"v5p:4x4x8"``, ``"h100:16"``), a number of
+            devices, or ``jax.devices()``, which leave the mesh open; or a mesh, which is kept.
+        batch: The number of examples: each input of the loss function without a default is then
+            tokens, ``batch`` x ``seq``. Or the inputs by name, arrays or structs; the first
+            dimension of a plain one is the batch.
+        seq: The number of tokens of an example.
+        memory: What a step may need on a device, in bytes or as ``"14GiB"``; by default what
+            programs can have.
+        keep: What is decided: logical axis to mesh axis, to several, or to None for whole.
+        hardware: What a mesh or a number is of: ``"v5e"``. ``"cpu"`` are simulated devices.
+        names: As for ``Layout``.
+        blocks: As for ``Layout``.
+        rematerialise: The policies of ``Layout`` to try.
+        microbatches: The numbers of microbatches to try.
+        plain_arrays: As for ``TrainState.initial_state``.
+        compiled: About how many layouts are compiled: twice as many where something seems quicker,
+            four times as many where nothing fits yet. Of a deep model one and two blocks are.
+        progress: Whether to show how far it is on standard error; None does if rich is installed.
+
+    Returns:
+        The layouts whose compiled steps fit, the best first; after Ctrl-C the best so far.
+
+    Raises:
+        NothingFitsError: No layout fits; with the nearest, and what would help.
+        PlanError: There is no sane layout.
+        RuleTypeError, MeshError: Arguments cannot be read; all that is wrong is in it.
+        PropagationError: The layouts of the step cannot be propagated.
+        KeyboardInterrupt: Ctrl-C, before anything that fits was found.
+    """
+    given = model, loss_fn, optimizer, batch, seq, plain_arrays, names, blocks
+    readers = lambda: read_problem(*given), lambda: read_devices(devices, hardware, memory)
+    problem, on = _read_all(readers)
+    meshes = mesh_shapes(on.hardware) if on.mesh_sizes is None else [on.mesh_sizes]
+    options: dict[str, Any] = {"rematerialise": rematerialise, "microbatches": microbatches}
+    candidates = make_candidates(problem, meshes, keep=keep, **options)
+    question = f"{problem.words} on {on.words}"
+    left_out = [f"{n:,} tables left out: {why}" for why, n in sorted(candidates.left_out.items())]
+    if not candidates:
+        mistakes = [Mistake("", why) for why in left_out]
+        raise PlanError(f"there is no sane layout for {question}:", mistakes)
+
+    pricing = Pricing(problem, on, candidates)
+    interrupted = False
+    try:
+        pricing.search(compiled, find_spec("rich") is not None if progress is None else progress)
+    except KeyboardInterrupt:
+        interrupted = True
+        if not pricing.rank():
+            raise
+    ranked = pricing.rank()
+    if not ranked:
+        fits = f"none of {len(candidates):,} layouts for {question} fits"
+        headline = f"{fits} into {bytes_text(on.memory)} on each device:"
+        raise NothingFitsError(headline, pricing.find_help())
+    failed = [f"not compiled: {each}; {why}" for each, why in pricing.failed.items()]
+    return Choices(
+        tuple(each.against(ranked[0]) for each in ranked),
+        tuple(sorted((pricing.estimates | pricing.exact).values(), key=_rank)),
+        question,
+        on.memory,
+        sum(map(len, pricing.tables)),
+        pricing.find_gap(ranked[0]),
+        interrupted,
+        (*failed, *left_out),
+    )
+
+
+def _read_all(readers: Iterable[Callable[[], Any]]) -> list[Any]:
+    """What each gives, or one error with what is wrong in all of them."""
+    found, errors = [], list[ShardingError]()
+    for read in readers:
+        try:
+            found.append(read())
+        except ShardingError as error:
+            errors.append(error)
+    if errors:
+        kind = type(errors[0]) if len(errors) == 1 else RuleTypeError
+        mistakes = itertools.chain(*(error.problems for error in errors))
+        raise kind("choose_layout cannot read what it was given:", mistakes)
+    return found
+
+
+def _rank(choice: Choice) -> tuple[Any, ...]:
+    """By time; of equal times what is simpler comes first, then what holds less."""
+    seconds, total, memory = choice.price
+    policy = str(choice.layout.rematerialise or "")
+    return seconds, total, choice.microbatches, policy, memory, choice.candidate.words
+
+
+class Pricing:
+    """Candidates, and what is known of their prices; Ctrl-C leaves what there is.
+
+    Args:
+        problem: The step.
+        devices: The devices.
+        candidates: The candidates.
+    """
+
+    def __init__(self, problem: Problem, devices: Devices, candidates: Sequence[Candidate]) -> None:
+        self.problem, self.devices, self.candidates = problem, devices, candidates
+        self.prices, self.cut = Prices(problem), cut_model(problem)
+        self.estimates: dict[int, Choice] = {}
+        self.exact: dict[int, Choice] = {}
+        self.failed: dict[str, str] = {}
+        # The ways to run each table, the plainest first.
+        tables: dict[Hashable, list[int]] = collections.defaultdict(list)
+        for number in sorted(range(len(candidates)), key=self._way):
+            tables[candidates[number].table].append(number)
+        stored = [(stored_bytes(problem, candidates[own[0]]), own) for own in tables.values()]
+        # If none can be stored, the leanest says by how much.
+        limit = max(devices.memory, min(stored)[0])
+        self.tables = [own for size, own in stored if size <= limit]
+
+    def _way(self, number: int) -> tuple[bool, str, int]:
+        layout = self.candidates[number].layout
+        policy = str(layout.rematerialise or "")
+        return layout.reshard_after_forward, policy, self.candidates[number].microbatches
+
+    def _kinds(self, number: int) -> list[Hashable]:
+        """What others have in common with it, whose estimates err alike; the closest first."""
+        again, policy, parts = self._way(number)
+        layout, run = self.candidates[number].layout, (again, policy, parts > 1)
+        table = run, self.candidates[number].mesh_sizes, layout.compute
+        return [(*table, layout.parameters), table, run, ()]
+
+    def _add(self, known: dict[int, Choice], number: int, cost: StepCost, how: str) -> Choice:
+        options, hardware = self.problem.step_options, self.devices.hardware
+        known[number] = Choice(self.candidates[number], cost, hardware, how, options)
+        self.bar.advance()
+        self.bar.show(f"{len(self.estimates):,} estimated, {len(self.exact):,} compiled")
+        return known[number]
+
+    def estimate(self, number: int) -> Choice:
+        """The price of a candidate by propagation."""
+        if number in self.estimates:
+            return self.estimates[number]
+        cost = self.prices.price(self.candidates[number])
+        return self._add(self.estimates, number, cost, "estimated")
+
+    def price_ways(self, most: int, error: float) -> None:
+        """Prices a way of each table, then the other ways of the quickest ones.
+
+        Args:
+            most: So many are to fit before the rest counts for less.
+            error: What compiled steps hold, as a part of their estimates.
+        """
+        limit, fitting = self.devices.memory / error, list[float]()
+        for own in sorted(self.tables, key=lambda own: self.estimate(own[0]).price):
+            is_slower = self.estimate(own[0]).seconds > _SLOWER * min(fitting, default=math.inf)
+            # The search compiles no more than four times as many.
+            if len(fitting) >= (most if is_slower else 4 * most):
+                break
+            for _, group in itertools.groupby(own, key=lambda number: self._way(number)[:2]):
+                ways = [*group]
+                first = self.estimate(ways[0])
+                # What the batch makes shrinks with the part of it that is computed at once.
+                parts = [first.microbatches / self.candidates[n].microbatches for n in ways]
+                held = [first.memory_bytes - (1 - x) * first.memory["activations"] for x in parts]
+                fewest = next((n for n, size in zip(ways, held, strict=True) if size <= limit), -1)
+                way = self.estimate(ways[-1] if fewest < 0 else fewest)
+                if way.memory_bytes <= limit:
+                    fitting.append(way.seconds)
+
+    def search(self, most: int, shown: bool) -> None:
+        """Prices what may be best, and compiles what seems so."""
+        with show_progress(None, "layouts", shown) as self.bar, warnings.catch_warnings():
+            # A candidate that leaves much whole is nothing to warn of: it holds more.
+            warnings.simplefilter("ignore", ShardingWarning)
+            error = 1.0
+            # Twice, for estimates of memory are mostly wrong by one factor.
+            for _ in range(2):
+                self.price_ways(most, error)
+                numbers = sorted(self.estimates)
+                prices = [self.estimates[number].price for number in numbers]
+                kinds = [self._kinds(number) for number in numbers]
+                compile_lot = functools.partial(self.compile, numbers)
+                search(prices, kinds, compile_lot, self.devices.memory, most)
+                ratios = [
+                    x.price.memory / self.estimates[n].price.memory for n, x in self.exact.items()
+                ]
+                error = statistics.median(ratios or [1.0])
+            while (ranked := self.rank()) and self._is_doubtful(ranked[0]):
+                number = self.candidates.index(ranked[0].candidate)
+                del self.exact[number]
+                self.compile([number], [0], whole=True)
+
+    def compile(
+        self, numbers: Sequence[int], lot: Sequence[int], whole: bool = False
+    ) -> list[Price]:
+        """The prices of compiled steps, of a deep model by one and two of its blocks.
+
+        Args:
+            numbers: The numbers of candidates.
+            lot: Which of these to compile.
+            whole: Whether to compile all blocks.
+        """
+        new = [numbers[i] for i in lot if numbers[i] not in self.exact]
+        some = [self.candidates[number] for number in new]
+        how = "compiled"
+        if self.cut is not None and not whole:
+            how = f"compiled (1 and 2 of {self.cut.blocks} blocks)"
+        costs = compile_candidates(self.problem, some, whole=whole)
+        for number, candidate, cost in zip(new, some, costs, strict=True):
+            if isinstance(cost, ShardingError):
+                self.failed[candidate.words] = str(cost)
+            else:
+                self._add(self.exact, number, cost, how)
+        return [self.exact[numbers[i]].price if numbers[i] in self.exact else NO_PRICE for i in lot]
+
+    def _is_doubtful(self, choice: Choice) -> bool:
+        """Whether all blocks are to be compiled before it is said that they fit."""
+        is_near = choice.memory_bytes > (1 - _NEAR_LIMIT) * self.devices.memory
+        is_few = self.cut is not None and self.cut.blocks <= _FEW_BLOCKS
+        return choice.priced_by != "compiled" and (is_near or is_few)
+
+    def rank(self) -> list[Choice]:
+        """The compiled layouts that fit, the best first."""
+        fitting = (x for x in self.exact.values() if x.memory_bytes <= self.devices.memory)
+        return sorted(fitting, key=_rank)
+
+    def find_gap(self, best: Choice) -> float:
+        """By which part it is slower, at most, than what was not compiled."""
+        left = [own for own in self.tables if not self.exact.keys() >= {*own}]
+        # Of a table's ways the one with the most microbatches has the least bound.
+        last = (max(own, key=lambda n: self.candidates[n].microbatches) for own in left)
+        bounds = (bound(self.problem, self.candidates[n], self.devices.hardware) for n in last)
+        return max(best.seconds / min(bounds, default=best.seconds) - 1, 0.0)
+
+    def find_help(self) -> Iterator[Mistake]:
+        """What would help where nothing fits: devices, a smaller batch, another optimizer."""
+        near = min(self.exact.values(), key=lambda each: (each.memory_bytes, _rank(each)))
+        limit, hardware, need = self.devices.memory, self.devices.hardware, near.memory_bytes
+        what = (
+            f"the nearest needs {bytes_text(need)}, {bytes_text(need - limit)} too much: {near!r}"
+        )
+        kind, count = hardware.name.partition(":")[0], hardware.device_count
+        count *= 2 ** math.ceil(math.log2(need / limit))
+        yield Mistake("devices", what, f"Write devices='{kind}:{count}'.")
+        batch = self.problem.sizes[self.problem.batch_axis]
+        grows = near.memory["activations"] + near.memory["inputs"]
+        if need - grows < limit:
+            smaller = batch // 2 ** math.ceil(math.log2(grows / (limit - need + grows)))
+            if smaller:
+                what = f"{bytes_text(grows)} of it are for the batch"
+                yield Mistake("batch", what, f"Write batch={smaller}.")
+        if need - near.memory["optimizer"] < limit:
+            what = f"{bytes_text(near.memory['optimizer'])} of it are kept by the optimizer"
+            yield Mistake("optimizer", what, "Write optimizer=optax.adafactor(1e-3).")
