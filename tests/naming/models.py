@@ -716,7 +716,7 @@ MODELS = {
     "Phi-3, joined unequally": (phi3, 8),
     "T5": (t5, 33),
     "T5, its gradients": (lambda: gradients(t5()), 33),
-    "BERT": (bert, 18),
+    "BERT": (bert, 17),
     "ViT": (vit, 16),
     "scanned": (scanned, 9),
     "scanned, its gradients": (lambda: gradients(scanned()), 9),
