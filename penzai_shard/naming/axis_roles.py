@@ -8,13 +8,12 @@ overrides, a wrong one a wrong layout.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from penzai_shard.naming.axis_names import AxisNames
-from penzai_shard.naming.facts import DOT, Classes, Facts, Product, cover, sources_of
+from penzai_shard.naming.facts import DOT, Facts, Product, cover, sources_of
 from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
-from penzai_shard.naming.trace import CalledArray
 from penzai_shard.propagation.flat import FLOW
 from penzai_shard.rules import TRANSFORMER_AXES
 
@@ -76,12 +75,15 @@ def name_classes(facts: Facts) -> AxisNames:
 
 def _name_embedding(facts: Facts, names: AxisNames) -> None:
     """What products with weights read, and what they make of it is added to."""
-    made, seen, together = facts.made_by_weights, set[Classes](), _contracted_together(facts)
+    made, seen = facts.made_by_weights, set[frozenset[AxisClass]]()
+    # What is contracted only together with others, as heads with projections, is no embedding.
+    dots = [each.contracted for each in facts.with_weights if each.operation.kind == DOT]
+    together = {part for parts in dots if len(parts) > 1 for part in parts}
+    together -= {part for parts in dots if len(parts) == 1 for part in parts}
     for each in facts.program.operations:
         classes = facts.classes(each.results[0]).intersection(facts.in_weights) - together
-        if each.kind != "stablehlo.add" or not classes or classes in seen:
-            continue
-        if not facts.from_inputs.issuperset(each.operands):
+        is_new = each.kind == "stablehlo.add" and classes and classes not in seen
+        if not is_new or not {*each.operands} <= facts.from_inputs:
             continue
         for added, stream in itertools.permutations(each.operands):
             last = next((made[v] for v in facts.before(added, made) if v in made), None)
@@ -95,61 +97,43 @@ def _name_embedding(facts: Facts, names: AxisNames) -> None:
                     names.give(best, "embedding", reason)
 
 
-def _contracted_together(facts: Facts) -> Set[AxisClass]:
-    """What matrix products contract only together with others, as heads with projections."""
-    dots = [each.contracted for each in facts.with_weights if each.operation.kind == DOT]
-    apart = {part for parts in dots if len(parts) == 1 for part in parts}
-    return {part for parts in dots for part in parts} - apart
-
-
 # What is indexed
 
 
 def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
     """What inputs are looked up in, if it is the only such table or as long as the logits are."""
     embedding, logits = names.with_role("embedding"), _find_logits(facts)
-    tables = dict[AxisClass, Classes]()
+    tables = dict[AxisClass, Set[AxisClass]]()
     for each in facts.lookups:
-        weights = facts.in_weights.get(each.rows, ())
-        is_begin = any(not embedding.isdisjoint(weight.classes) for weight in weights)
-        # Places that are counted along the tokens are computed from them, too.
+        is_begin = each.rows in facts.in_weights and (not embedding or embedding & each.others)
         is_given = each.index in facts.from_inputs - facts.from_weights
-        is_given = is_given and "stablehlo.reduce_window" not in facts.kinds_before(each.index)
-        is_table = each.operation.operands[0] not in facts.from_inputs and bool(weights)
-        if is_table and is_given and (is_begin or not embedding):
-            tables[each.rows] = _long_classes(facts, each.index)
+        # Places that are counted along the tokens are computed from them, too.
+        is_counted = "stablehlo.reduce_window" in facts.kinds_before(each.index)
+        if each.is_table and is_begin and is_given and not is_counted:
+            tables[each.rows] = _long(facts.classes(each.index))
     chosen = tables.keys() & logits.keys() or {
         rows
         for rows, index in tables.items()
         if any(part.size == rows.size and index <= beside for part, beside in logits.items())
     }
     # An index of which another input has more dimensions, as of an image, is its label.
-    real = [{*each.classes} for each in facts.call.inputs if _is_of(facts, each, ("f", "bf"))]
-    unlabelled = {rows for rows, index in tables.items() if not any(index < own for own in real)}
+    inputs = [{*each.classes} for each in facts.call.inputs]
+    unlabelled = {rows for rows, index in tables.items() if not any(index < own for own in inputs)}
     if len(chosen := chosen or unlabelled) == 1:
         names.give(min(chosen), _VOCABULARY, "rows are looked up along it by an input")
 
 
-def _find_logits(facts: Facts) -> dict[AxisClass, Classes]:
+def _find_logits(facts: Facts) -> dict[AxisClass, Set[AxisClass]]:
     """What results have last, or a loss looks up targets in, with the axes of the numbers."""
-    found = {
-        each.rows: _long_classes(facts, each.index)
-        for each in facts.lookups
-        if each.operation.operands[0] in facts.from_inputs
-    }
+    lookups = (each for each in facts.lookups if not each.is_table)
+    found = {each.rows: _long(facts.classes(each.index)) for each in lookups}
     for *beside, last in filter(None, map(facts.call.dims.__getitem__, facts.program.results)):
-        if len(last) == 1 and last[0] in facts.in_weights:
-            found[last[0]] = frozenset(itertools.chain(*beside))
-    return found
+        found |= {last[0]: _long(itertools.chain(*beside))} if len(last) == 1 else {}
+    return {part: beside for part, beside in found.items() if part in facts.in_weights}
 
 
-def _long_classes(facts: Facts, value: int) -> Classes:
-    return frozenset(part for part in facts.classes(value) if part.size > 1)
-
-
-def _is_of(facts: Facts, array: CalledArray, dtypes: tuple[str, ...]) -> bool:
-    """Whether an input is of some kind of numbers, as MLIR writes it."""
-    return array.value is not None and facts.program.values[array.value].dtype.startswith(dtypes)
+def _long(classes: Iterable[AxisClass]) -> Set[AxisClass]:
+    return {part for part in classes if part.size > 1}
 
 
 def _name_layers(facts: Facts, names: AxisNames) -> None:
@@ -199,8 +183,8 @@ class _Attention:
     mix: Product
     softmax: int
     heads: Sequence[AxisClass]
-    contracted: Classes
-    values: Classes
+    contracted: Set[AxisClass]
+    values: Set[AxisClass]
 
 
 def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
@@ -223,17 +207,12 @@ def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
         mixes = [e for e in found if e and e.contracted & shared and not facts.is_of_a_weight(e)]
         mixed = {part for mix in mixes for part in mix.contracted}
         free = {part for mix in mixes for part in mix.free[0] | mix.free[1]}
-        values = frozenset(free & weighted - scores.of_result - contracted)
+        values = free & weighted - scores.of_result - contracted
         if not mixes or not contracted | values:
             continue
         if not all(_is_made(facts, names, operand) for operand in scores.operation.operands):
             continue
-        beside = {
-            part
-            for weight in facts.call.weights
-            if not (contracted | values).isdisjoint(weight.classes)
-            for part in weight.classes
-        }
+        beside = {each for part in contracted | values for each in facts.beside(part)}
         heads = weighted & beside & (scores.batch | scores.of_result - mixed)
         yield _Attention(scores, mixes[0], softmax, sorted(heads), contracted, values)
 
@@ -324,17 +303,14 @@ def _is_linear(facts: Facts, product: Product) -> bool:
 def _name_ranks(facts: Facts, names: AxisNames) -> None:
     """What two weights are multiplied over, with nothing in between."""
     for each in facts.products:
-        parts = each.contracted & facts.in_weights.keys() - facts.of_inputs.keys()
         is_matrix = each.operation.kind == DOT and len(each.contracted) == 1
-        if not is_matrix or each.batch & facts.in_weights.keys():
+        is_of_weights = facts.from_inputs.isdisjoint(each.operation.operands)
+        is_low = is_of_weights or (each.weight is not None and _is_linear(facts, each))
+        if not is_matrix or not is_low or not each.batch.isdisjoint(facts.in_weights):
             continue
-        if not facts.from_inputs.isdisjoint(each.operation.operands) and (
-            each.weight is None or not _is_linear(facts, each)
-        ):
-            continue
-        for part in names.without_role(parts):
+        for part in names.without_role(each.contracted.intersection(facts.in_weights)):
             others = min(length_of(weight.classes) for weight in facts.in_weights[part])
-            if part.size**2 < others:
+            if part.size**2 < others and part not in facts.of_inputs:
                 reason = "two weights are multiplied over it, with nothing in between"
                 names.give(part, "rank", reason)
 
@@ -343,63 +319,49 @@ def _name_outputs(facts: Facts, names: AxisNames) -> None:
     """What products make of the embedding for results alone: the vocabulary again, or others."""
     embedding, vocabulary = names.with_role("embedding"), names.with_role(_VOCABULARY)
     made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
-    last, lengths = _find_logits(facts), {part.size for part in vocabulary}
-    found = names.without_role(made & last.keys())
-    logits = [part for part in found if part.size in lengths]
-    if len(logits) == 1:
+    logits, lengths = _find_logits(facts), {part.size for part in vocabulary}
+    found = names.without_role(made & logits.keys())
+    again = [part for part in found if part.size in lengths]
+    if len(again) == 1:
         reason = "results have it last, and it is as long as the vocabulary"
-        names.give(logits[0], _VOCABULARY, reason)
-    inputs = facts.call.inputs
-    integers = ("i", "ui")
-    tokens = {p for each in inputs if _is_of(facts, each, integers) for p in each.classes}
-    given = {part for each in inputs for part in each.classes}
+        names.give(again[0], _VOCABULARY, reason)
+    given = _long(part for each in facts.call.inputs for part in each.classes)
+    others = [part for part in found if part not in again and given & logits[part]]
     # Where no vocabulary is found, what each token has may be it.
-    is_open = not vocabulary and bool(tokens)
-    found = [part for part in found if part in last and given & last[part] and part not in logits]
-    if len(found) == 1 and not (is_open and tokens <= last[found[0]]):
+    if len(others) == 1 and (vocabulary or not given <= logits[others[0]]):
         reason = "a product makes it of the embedding, and results have it"
-        names.give(found[0], "outputs", reason)
+        names.give(others[0], "outputs", reason)
 
 
 # What stands beside others
 
 
 def _name_positions(facts: Facts, names: AxisNames) -> None:
-    """What is looked up by counted places, or cut as long as an input is."""
+    """What is looked up by counted places, cut as long as an input is, or added as a whole."""
     embedding = names.with_role("embedding")
     for each in facts.lookups:
-        is_table = each.rows in facts.in_weights and not embedding.isdisjoint(each.others)
-        if not is_table or each.operation.operands[0] in facts.from_inputs:
-            continue
+        is_table = each.is_table and each.rows in facts.in_weights and embedding & each.others
         is_counted = "stablehlo.iota" in facts.kinds_before(each.index)
-        if is_counted and each.index not in facts.from_weights:
+        if is_table and is_counted and each.index not in facts.from_weights:
             names.give(each.rows, "positions", "rows are looked up along it by counted places")
     for operation, before, after, _ in facts.cuts:
         is_cut = len(before) == len(after) == 1 and before != after
-        is_table = operation.operands[0] not in facts.from_inputs and before[0] in facts.in_weights
-        if is_cut and is_table and after[0] in facts.of_inputs:
+        is_weight = before[0] in facts.in_weights and operation.operands[0] not in facts.from_inputs
+        if is_cut and is_weight and after[0] in facts.of_inputs:
             reason = "as many of its elements are taken as an input is long"
             names.give(before[0], "positions", reason)
-    tables = {each.value: each for each in facts.call.weights if len(each.classes) > 1}
+    tables = {each.value: each for each in facts.call.weights if embedding & {*each.classes}}
     reads = [each for each in facts.with_weights if each.contracted & embedding]
-    read = {part for each in reads for part in facts.classes(each.data) if part.size > 1}
-    for operation in facts.program.operations if embedding else ():
-        if operation.kind != "stablehlo.add":
-            continue
-        for operand, other in itertools.permutations(operation.operands):
-            found = (tables[v] for v in facts.moved_from(operand) if v in tables)
-            for weight in found:
-                beside = facts.classes(operand) & {*weight.classes}
-                rest = sorted(beside & read - embedding)
-                # What is added to something made of itself is a stream that begins as a weight.
-                is_begin = other in facts.reached([weight.value])
-                if (
-                    beside & embedding
-                    and len(rest) == 1
-                    and (rest[0],) in weight.parts
-                    and not is_begin
-                ):
-                    names.give(rest[0], "positions", "a weight of it is added to the embedding")
+    read = _long(part for each in reads for part in facts.classes(each.data)) - embedding
+    adds = (each.operands for each in facts.program.operations if each.kind == "stablehlo.add")
+    for operand, other in (pair for operands in adds for pair in itertools.permutations(operands)):
+        for value in facts.moved_from(operand):
+            # What is added to something made of itself is a stream that begins as a weight.
+            if value in tables and other not in facts.reached([value]):
+                parts = [parts[0] for parts in tables[value].parts if len(parts) == 1]
+                rest = read & facts.classes(operand) & {*parts}
+                for part in rest if len(rest) == 1 else ():
+                    names.give(part, "positions", "a weight of it is added to the embedding")
 
 
 def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
@@ -411,9 +373,8 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
             if kind == "v" and each.scores.operation.results[0] in facts.before(operand):
                 continue
             near = facts.nearest_products(operand)
-            moved = (
-                v for e in near if e.weight is not None for v in facts.moved_from(e.weight_operand)
-            )
+            weights = (each.weight_operand for each in near if each.weight is not None)
+            moved = itertools.chain(*map(facts.moved_from, weights))
             for value in itertools.chain(facts.before(operand, facts.by_result), moved):
                 uses[value].add(kind)
     heads = {_HEADS, _HEAD_GROUPS, _QUERY_HEADS}
@@ -423,30 +384,22 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
         used = [frozenset(k for v, _ in run for k in uses.get(v, ())) for run in runs.values()]
         if not all(used) or len({*used}) < 2:
             continue
-        is_both = any("v" in kinds and len(kinds) > 1 for kinds in used)
-        text = (
-            "qkv"
-            if len(runs) == 3 or is_both
-            else "kv"
-            if "v" in {*itertools.chain(*used)}
-            else "qk"
-        )
+        count = len(runs) + any("v" in kinds and len(kinds) > 1 for kinds in used)
+        kinds = frozenset().union(*used)
+        text = "qkv" if count == 3 else "kv" if "v" in kinds else "qk"
         roles = {names.roles.get(p) for run in runs.values() for _, parts in run for p in parts}
-        lengths = {end - start for start, end in runs}
         # Of equal projections the axis is a product, which the program does not show.
         if roles <= heads:
             names.give(part, text, "they stand one after the other along it")
-        elif len(lengths) > 1:
+        elif len({end - start for start, end in runs}) > 1:
             names.give(part, f"{text}_projection", "they stand one after the other along it")
 
 
 def _name_gates(facts: Facts, names: AxisNames) -> None:
     """Two that one weight has beside neurons, if they are cut apart and multiplied."""
     for part, runs in facts.runs.items():
-        weights = facts.in_weights.get(part, ())
-        beside = [{names.roles.get(each) for each in weight.classes} for weight in weights]
-        is_pair = part.size == 2 and cover(part, runs)
-        if not is_pair or not beside or not all(_NEURONS in roles for roles in beside):
+        roles = [names.roles.get(each) for each in facts.beside(part)]
+        if part.size != 2 or _NEURONS not in roles or not cover(part, runs):
             continue
         first, second = (facts.reached(v for v, _ in runs[run]) for run in sorted(runs))
         for each in facts.program.operations:
@@ -456,16 +409,20 @@ def _name_gates(facts: Facts, names: AxisNames) -> None:
 
 
 def _leave_unequal_open(facts: Facts, names: AxisNames) -> None:
-    """One name is for axes of one length: of several, those that fewer weights have get none."""
+    """Two axes that a value has at once are not one, nor are two of unequal lengths."""
+    doubts = dict[AxisClass, str]()
+    for classes in {facts.classes(value) for value in facts.makers}:
+        roles = collections.Counter(names.roles.get(part) for part in classes)
+        for part in classes & names.roles.keys():
+            if roles[names.roles[part]] > 1:
+                doubts[part] = f"some value has two that would be {names.roles[part]!r}"
     for role in {*names.roles.values()} - {"embedding", _NEURONS, "layers"}:
         counts = collections.Counter[int]()
         for part in names.with_role(role) & facts.in_weights.keys():
             counts[part.size] += len(facts.in_weights[part])
         for part in names.with_role(role) if len(counts) > 1 else ():
+            # The length that most weights have keeps the name.
             if part.size != counts.most_common(1)[0][0]:
-                names.take_back(part, f"it is not as long as what else would be {role!r}")
-    for classes in {facts.classes(value) for value in facts.makers}:
-        roles = collections.Counter(names.roles.get(part) for part in classes)
-        for part in sorted(classes & names.roles.keys()):
-            if roles[names.roles[part]] > 1:
-                names.take_back(part, "it is one of two that a value has at once")
+                doubts[part] = f"it is not as long as what else would be {role!r}"
+    for part, doubt in doubts.items():
+        names.take_back(part, doubt)

@@ -80,12 +80,14 @@ class Lookup:
         rows: The class of what is looked up.
         others: The other classes of the array.
         index: The value of the indices.
+        is_table: Whether the array is computed from no input.
     """
 
     operation: Operation
     rows: AxisClass
     others: Classes
     index: int
+    is_table: bool
 
 
 class Cut(NamedTuple):
@@ -152,6 +154,11 @@ class Facts:
         """The classes of a value."""
         return frozenset(part for parts in self.call.dims[value] for part in parts)
 
+    def beside(self, part: AxisClass) -> Set[AxisClass]:
+        """What weights that have a class have besides."""
+        weights = self.in_weights.get(part, ())
+        return {each for weight in weights for each in weight.classes} - {part}
+
     # Operations
 
     @functools.cached_property
@@ -187,8 +194,7 @@ class Facts:
         chosen = {
             lookup.operation.results[0]
             for lookup in self.lookups
-            if lookup.operation.operands[0] not in self.from_inputs
-            and lookup.index in self.from_weights
+            if lookup.is_table and lookup.index in self.from_weights
         }
         return (self.from_weights - self.from_inputs) | chosen
 
@@ -209,13 +215,6 @@ class Facts:
         return {each.results[0]: each for each in operations if each.kind == DOT}
 
     @functools.cached_property
-    def mapped_over(self) -> Classes:
-        """What products with weights do side by side and nothing else: members, or stages."""
-        side_by_side = {part for each in self.with_weights for part in each.batch}
-        used = {part for each in self.with_weights for part in each.contracted | each.made}
-        return frozenset(side_by_side - used)
-
-    @functools.cached_property
     def lookups(self) -> tuple[Lookup, ...]:
         """What is looked up along one dimension by an index that is computed."""
         found = []
@@ -227,7 +226,10 @@ class Facts:
             rows = [n for n, dim in enumerate(operation.rule.operands[0]) if reduced & {*dim}]
             if len(rows) == 1 and len(dims[rows[0]]) == 1:
                 others = (part for n, parts in enumerate(dims) if n != rows[0] for part in parts)
-                found.append(Lookup(operation, dims[rows[0]][0], frozenset(others), index))
+                is_table = table not in self.from_inputs
+                found.append(
+                    Lookup(operation, dims[rows[0]][0], frozenset(others), index, is_table)
+                )
         return tuple(found)
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """Names experts, and tells apart residual streams that nothing ties."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penzai_shard.naming.axis_names import AxisNames
@@ -67,11 +67,7 @@ def _of_chosen(facts: Facts, order: Operation) -> Classes:
 
     Up to the next products, and to the next lookup in weights, as of tokens that are chosen.
     """
-    tables = {
-        lookup.operation.number: lookup.rows
-        for lookup in facts.lookups
-        if lookup.operation.operands[0] not in facts.from_inputs
-    }
+    tables = {each.operation.number: each.rows for each in facts.lookups if each.is_table}
     found: set[AxisClass] = set()
     waiting, seen = collections.deque(order.results), {*order.results}
     while waiting:
@@ -124,20 +120,15 @@ def tell_streams_apart(facts: Facts, names: AxisNames) -> None:
     if len(streams) > 1:
         vocabulary = names.with_role("vocabulary")
         counts = {stream: len(facts.in_weights[stream]) for stream in streams}
-        kept = {stream for stream in streams if _beside(facts, stream) & vocabulary}
+        kept = {stream for stream in streams if facts.beside(stream) & vocabulary}
         kept = kept or {one for one in streams if counts[one] > sum(counts.values()) * 2 / 3}
         kept = kept if len(kept) == 1 else set()
     for part, role in list(names.roles.items()):
-        beside = _beside(facts, part)
+        beside = facts.beside(part)
         if part in streams and part not in kept:
             names.take_back(part, "it is one of several residual streams, which nothing ties")
         elif streams and role not in _COMMON and beside and not beside & kept:
             names.take_back(part, "it is of a residual stream that is not decided")
-
-
-def _beside(facts: Facts, part: AxisClass) -> Set[AxisClass]:
-    """What weights have beside a class."""
-    return {each for weight in facts.in_weights.get(part, ()) for each in weight.classes} - {part}
 
 
 def _find_words(facts: Facts, streams: Sequence[AxisClass]) -> _Words | None:
