@@ -5,7 +5,7 @@ estimate: they are asked to run operations in an order that holds little, as tho
 """
 
 import collections
-import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import Sent, StepCost, extrapolate
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.errors import CompilationError, ShardingError
+from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.attribution import Part
 from penzai_shard.inspection.collectives import wire_bytes
-from penzai_shard.inspection.compiling import CompiledStep, make_compiled_step, read_standard_error
+from penzai_shard.inspection.compiling import make_compiled_step, read_standard_error
 from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
 from penzai_shard.inspection.memory import make_memory_report
@@ -40,7 +40,7 @@ _FLAGS = {
 
 def compile_candidates(
     problem: Problem, candidates: Sequence[Candidate], *, whole: bool = False
-) -> list[StepCost | ShardingError]:
+) -> list[StepCost]:
     """What candidates cost by their compiled steps, two of which are compiled at once.
 
     Args:
@@ -48,24 +48,26 @@ def compile_candidates(
         candidates: Its layouts.
         whole: Whether a deep model is compiled with all of its blocks, not with one and with two.
 
-    Returns:
-        The cost of each candidate, or why it cannot be built or compiled.
+    Raises:
+        PlanError, MeshError, RuleTypeError: As ``Layout.build``.
+        CompilationError: The compiler refuses a program.
     """
     cut = None if whole else cut_model(problem)
     models = [problem.model] if cut is None else [cut.one, cut.two]
-    threads, started = ThreadPoolExecutor(2), list[Any]()
+    threads = ThreadPoolExecutor(2)
     with read_standard_error([]):
         try:
-            for candidate in candidates:
-                try:
-                    started.append([_start(problem, candidate, x, threads) for x in models])
-                except ShardingError as error:
-                    started.append(error)
-            found = [_finish(steps, 1 if cut is None else cut.blocks) for steps in started]
+            pairs = itertools.product(candidates, models)
+            started = [_start(problem, *pair, threads) for pair in pairs]
+            costs = [_read_cost(step, future.result()) for step, future in started]
+        except jax.errors.JaxRuntimeError as error:
+            raise CompilationError(f"choose_layout: the compiler says: {error}") from error
         finally:
             # Whoever interrupts does not wait for what has not begun.
             threads.shutdown(cancel_futures=True)
-    return found
+    if cut is None:
+        return costs
+    return [extrapolate(*costs[i : i + 2], cut.blocks) for i in range(0, len(costs), 2)]
 
 
 def _start(
@@ -82,38 +84,11 @@ def _start(
     )
 
 
-def _finish(steps: Any, blocks: int) -> StepCost | ShardingError:
-    if isinstance(steps, ShardingError):
-        return steps
-    try:
-        costs = [
-            _read_cost(make_compiled_step(step, future.result(), "cpu", None, ""))
-            for step, future in steps
-        ]
-    except jax.errors.JaxRuntimeError as error:
-        return CompilationError(f"choose_layout: the compiler says: {error}")
-    return costs[0] if len(costs) == 1 else _extrapolate(costs[0], costs[1], blocks)
-
-
-def _extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
-    """The cost of all blocks, which hold no less than one of them."""
-    memory = {name: max(held, one.memory[name]) for name, held in two.memory.items()}
-    cost = extrapolate(one, dataclasses.replace(two, memory=memory), blocks)
-    # What one block sends may have other owners than what two send, though all of them together
-    # send as much more with each block.
-    sent = []
-    for line in cost.sent:
-        first, second = (each.traffic.get(line.mesh_axes, 0.0) for each in (one, two))
-        total = max(first + (blocks - 1) * (second - first), 0.0)
-        share = line.bytes / (cost.traffic[line.mesh_axes] or 1.0)
-        sent.append(dataclasses.replace(line, bytes=total * share))
-    return dataclasses.replace(cost, sent=tuple(sent))
-
-
 # A compiled step
 
 
-def _read_cost(compiled: CompiledStep) -> StepCost:
+def _read_cost(lowered: LoweredStep, program: compiler.Compiled) -> StepCost:
+    compiled = make_compiled_step(lowered, program, "cpu", None, "")
     held = make_memory_report(compiled.step, compiled.figures, None)
     memory = {
         "parameters": held.parameters + held.constants + held.state_variables,
