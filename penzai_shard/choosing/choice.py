@@ -222,9 +222,12 @@ class Choices(HasReport, Sequence[Choice]):
             figures = time.bound, time.compute, *over, time.update, each.memory_bytes
             rows.append((each.candidate.words, *figures, each.priced_by, pays))
         how = "the best so far (interrupted)" if self.interrupted else "the best"
-        verdict = f"{how} of {self.considered:,} layouts for {self.question}: {best!r}"
+        step = f"{best.candidate.words}; at least {seconds_text(best.seconds)} a step"
+        held = f"{bytes_text(best.memory_bytes)} of {bytes_text(self.memory_limit)}"
+        verdict = f"{how} of {self.considered:,} layouts for {self.question}: {step}, {held}"
         facts = {"memory_limit": self.memory_limit, "gap": self.gap, "toml": best.to_toml()}
         notes = [*self._explain(), *self.notes]
+        verdict += f", {best.priced_by}"
         return Report("Choices", verdict, columns, rows, notes, facts=facts)
 
     def _explain(self) -> Iterator[str]:

@@ -6,6 +6,7 @@ Nothing runs, and the same question has the same answer on every machine.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -20,11 +21,12 @@ from penzai_shard.choosing.candidates import Candidate, make_candidates, mesh_sh
 from penzai_shard.choosing.choice import Choice, Choices
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost
-from penzai_shard.choosing.hardware import Devices, read_devices
+from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
 from penzai_shard.choosing.problem import Problem, read_problem
-from penzai_shard.choosing.search import NO_PRICE, Price, search
+from penzai_shard.choosing.search import Price, search
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.errors import (
+    MeshError,
     NothingFitsError,
     PlanError,
     RuleTypeError,
@@ -131,7 +133,6 @@ def choose_layout(
         fits = f"none of {len(candidates):,} layouts for {question} fits"
         headline = f"{fits} into {bytes_text(on.memory)} on each device:"
         raise NothingFitsError(headline, pricing.find_help())
-    failed = [f"not compiled: {each}; {why}" for each, why in pricing.failed.items()]
     return Choices(
         tuple(each.against(ranked[0]) for each in ranked),
         tuple(sorted((pricing.estimates | pricing.exact).values(), key=_rank)),
@@ -140,7 +141,7 @@ def choose_layout(
         sum(map(len, pricing.tables)),
         pricing.find_gap(ranked[0]),
         interrupted,
-        (*failed, *left_out),
+        tuple(left_out),
     )
 
 
@@ -166,6 +167,12 @@ def _rank(choice: Choice) -> tuple[Any, ...]:
     return seconds, total, choice.microbatches, policy, memory, choice.candidate.words
 
 
+def _way(candidate: Candidate) -> tuple[bool, str, int]:
+    """How a table is run: what is computed again, and in how many microbatches."""
+    layout, policy = candidate.layout, candidate.layout.rematerialise
+    return layout.reshard_after_forward, str(policy or ""), candidate.microbatches
+
+
 class Pricing:
     """Candidates, and what is known of their prices; Ctrl-C leaves what there is.
 
@@ -176,31 +183,26 @@ class Pricing:
     """
 
     def __init__(self, problem: Problem, devices: Devices, candidates: Sequence[Candidate]) -> None:
-        self.problem, self.devices, self.candidates = problem, devices, candidates
+        self.problem, self.devices = problem, devices
+        # The plainest come first, in whatever order they are given.
+        self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
         self.prices, self.cut = Prices(problem), cut_model(problem)
         self.estimates: dict[int, Choice] = {}
         self.exact: dict[int, Choice] = {}
-        self.failed: dict[str, str] = {}
-        # The ways to run each table, the plainest first.
         tables: dict[Hashable, list[int]] = collections.defaultdict(list)
-        for number in sorted(range(len(candidates)), key=self._way):
-            tables[candidates[number].table].append(number)
-        stored = [(stored_bytes(problem, candidates[own[0]]), own) for own in tables.values()]
+        for number, each in enumerate(self.candidates):
+            tables[each.table].append(number)
+        stored = [(stored_bytes(problem, self.candidates[own[0]]), own) for own in tables.values()]
         # If none can be stored, the leanest says by how much.
         limit = max(devices.memory, min(stored)[0])
         self.tables = [own for size, own in stored if size <= limit]
 
-    def _way(self, number: int) -> tuple[bool, str, int]:
-        layout = self.candidates[number].layout
-        policy = str(layout.rematerialise or "")
-        return layout.reshard_after_forward, policy, self.candidates[number].microbatches
-
     def _kinds(self, number: int) -> list[Hashable]:
         """What others have in common with it, whose estimates err alike; the closest first."""
-        again, policy, parts = self._way(number)
-        layout, run = self.candidates[number].layout, (again, policy, parts > 1)
-        table = run, self.candidates[number].mesh_sizes, layout.compute
-        return [(*table, layout.parameters), table, run, ()]
+        candidate, (*policy, parts) = self.candidates[number], _way(self.candidates[number])
+        run = *policy, parts > 1
+        table = run, candidate.mesh_sizes, candidate.layout.compute
+        return [(*table, candidate.layout.parameters), table, run, ()]
 
     def _add(self, known: dict[int, Choice], number: int, cost: StepCost, how: str) -> Choice:
         options, hardware = self.problem.step_options, self.devices.hardware
@@ -229,7 +231,7 @@ class Pricing:
             # The search compiles no more than four times as many.
             if len(fitting) >= (most if is_slower else 4 * most):
                 break
-            for _, group in itertools.groupby(own, key=lambda number: self._way(number)[:2]):
+            for _, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
                 ways = [*group]
                 first = self.estimate(ways[0])
                 # What the batch makes shrinks with the part of it that is computed at once.
@@ -279,12 +281,9 @@ class Pricing:
         if self.cut is not None and not whole:
             how = f"compiled (1 and 2 of {self.cut.blocks} blocks)"
         costs = compile_candidates(self.problem, some, whole=whole)
-        for number, candidate, cost in zip(new, some, costs, strict=True):
-            if isinstance(cost, ShardingError):
-                self.failed[candidate.words] = str(cost)
-            else:
-                self._add(self.exact, number, cost, how)
-        return [self.exact[numbers[i]].price if numbers[i] in self.exact else NO_PRICE for i in lot]
+        for number, cost in zip(new, costs, strict=True):
+            self._add(self.exact, number, cost, how)
+        return [self.exact[numbers[i]].price for i in lot]
 
     def _is_doubtful(self, choice: Choice) -> bool:
         """Whether all blocks are to be compiled before it is said that they fit."""
@@ -314,7 +313,10 @@ class Pricing:
         )
         kind, count = hardware.name.partition(":")[0], hardware.device_count
         count *= 2 ** math.ceil(math.log2(need / limit))
-        yield Mistake("devices", what, f"Write devices='{kind}:{count}'.")
+        fix = ""
+        with contextlib.suppress(MeshError):
+            fix = f"Write devices={Hardware.read(f'{kind}:{count}').name!r}."
+        yield Mistake("devices", what, fix)
         batch = self.problem.sizes[self.problem.batch_axis]
         grows = near.memory["activations"] + near.memory["inputs"]
         if need - grows < limit:

@@ -37,10 +37,6 @@ class Price(NamedTuple):
     memory: float
 
 
-NO_PRICE = Price(math.inf, math.inf, math.inf)
-"""That of a candidate that cannot be compiled; it says nothing of others."""
-
-
 def search(
     estimates: Sequence[Price],
     kinds: Sequence[Sequence[Hashable]],
@@ -106,8 +102,6 @@ def _correct(
     """The estimates times the median error of what was compiled and is the most alike."""
     errors = collections.defaultdict[Hashable, list[tuple[float, float]]](list)
     for number, price in exact.items():
-        if price == NO_PRICE:
-            continue
         estimate = estimates[number]
         error = price.seconds / (estimate.seconds or 1e-12), price.memory / (estimate.memory or 1)
         for kind in kinds[number]:

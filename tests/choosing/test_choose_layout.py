@@ -1,4 +1,4 @@
-"""``choose_layout``: what is picked and what is said of it, by given costs; then from end to end."""
+"""``choose_layout``: what is picked and said by given costs, then steps from end to end."""
 
 import dataclasses
 import math
@@ -121,3 +121,130 @@ def test_choose_layout_picks_the_best_that_fits_however_memory_is_estimated(fake
         if cost(each).memory_bytes <= limit
     ]
     assert found.best.seconds <= 1.02 * min(fitting)
+
+
+def test_choose_layout_ranks_equal_times_by_what_is_simpler(fakes):
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, (), cost(candidate).memory)
+    best = choose().best
+    assert (best.microbatches, best.layout.rematerialise) == (1, None)
+
+
+def test_choose_layout_says_what_each_pays_more_for(fakes):
+    found = choose(memory="4GiB")
+    assert not found.best.pays
+    slower = next(each for each in found if each.seconds > 1.1 * found.best.seconds)
+    assert slower.pays[0][1] > 0
+    # The oracle: what it sends of parameters, divided by what a link of a v5e carries.
+    with_gathers = next(x for x in found if x.layout.parameters != found.best.layout.parameters)
+    paid = dict(with_gathers.pays)["gathering parameters over data"]
+    link = with_gathers.hardware.bandwidths(with_gathers.mesh_sizes)["data"]
+    assert paid == pytest.approx(2e9 / link)
+
+
+@pytest.mark.parametrize(("bound", "gap"), [(0.9, 0.1 / 0.9), (0.5, 1.0), (2.0, 0.0)])
+def test_gap_is_the_pick_against_the_least_bound_of_what_was_not_compiled(fakes, bound, gap):
+    best = choose(memory="4GiB").best.seconds
+    fakes.bound = lambda problem, candidate, hardware: bound * best
+    found = choose(memory="4GiB")
+    assert found.gap == pytest.approx(gap)
+    assert f"At most {math.ceil(100 * gap)} % slower" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize(
+    ("memory", "flops", "note"),
+    [("2GiB", 1, "Memory binds: with"), ("16GiB", 1, "Sending over"), ("16GiB", 99, "Computing")],
+)
+def test_choices_say_what_would_change_the_answer(fakes, memory, flops, note):
+    def priced(candidate):
+        return dataclasses.replace(cost(candidate), flops=flops * cost(candidate).flops)
+
+    fakes.exact = fakes.estimate = priced
+    found = choose(memory=memory)
+    assert note in " ".join(str(found).split())
+    if memory == "2GiB":
+        assert any(
+            each.seconds < found.best.seconds and each.memory_bytes > found.memory_limit
+            for each in found.priced
+        )
+
+
+def test_choose_layout_where_nothing_fits_gives_fixes_that_help(fakes):
+    with pytest.raises(NothingFitsError) as caught:
+        choose(memory="700MiB")
+    fixes = {problem.path: problem.fix for problem in caught.value.problems}
+    devices = fixes["devices"].split("devices=")[1].strip("'.")
+    assert choose(memory="700MiB", devices=devices).best.memory_bytes <= 700 * 2**20
+    # Of activations alone a smaller batch needs less.
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(
+        1e12, (), {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0, "activations": 8 * GIB}
+    )
+    with pytest.raises(NothingFitsError) as caught:
+        choose(memory="3GiB")
+    fixes = {problem.path: problem.fix for problem in caught.value.problems}
+    assert fixes["batch"] == "Write batch=16."
+    assert "optimizer" not in fixes
+
+
+def test_choose_layout_gives_the_best_so_far_after_an_interruption(fakes):
+    fakes.interrupt_at = 4
+    found = choose()
+    assert found.interrupted
+    assert len(fakes.compiled) == 4
+    assert "interrupted" in str(found).splitlines()[0]
+
+
+def test_choose_layout_interrupted_before_anything_fits_is_interrupted(fakes):
+    fakes.interrupt_at = 0
+    with pytest.raises(KeyboardInterrupt):
+        choose()
+
+
+@pytest.mark.parametrize(("blocks", "whole"), [(80, False), (4, True)])
+def test_choose_layout_compiles_few_blocks_whole(fakes, blocks, whole):
+    fakes.blocks = blocks
+    found = choose()
+    text = "compiled" if whole else f"compiled (1 and 2 of {blocks} blocks)"
+    assert found.best.priced_by == text
+    assert bool(fakes.wholes) == whole
+
+
+def test_choose_layout_compiles_a_pick_near_the_limit_whole(fakes):
+    fakes.blocks = 80
+    limit = round(1.05 * choose().best.memory_bytes)
+    found = choose(memory=limit)
+    assert found.best.priced_by == "compiled"
+    assert fakes.wholes
+
+
+def test_choose_layout_gives_the_same_answer_in_any_order(fakes, monkeypatch):
+    first = choose(memory="4GiB")
+    given = choosing.make_candidates
+
+    def turned_around(*args, **options):
+        found = given(*args, **options)
+        return type(found)(found[::-1], found.left_out)
+
+    monkeypatch.setattr(choosing, "make_candidates", turned_around)
+    assert str(choose(memory="4GiB")) == str(first)
+
+
+def test_choice_is_written_and_read_again(fakes, tmp_path):
+    best = choose(memory="2GiB").best
+    best.save(tmp_path / "layout.toml")
+    read = pzs.Layout.read_toml(tmp_path / "layout.toml")
+    assert read.layout == best.layout
+    assert (read.mesh_shape, read.microbatches) == (best.mesh_sizes, best.microbatches)
+
+
+def test_choose_layout_tells_all_mistakes_at_once():
+    with pytest.raises(RuleTypeError) as caught:
+        pzs.choose_layout({"w": jnp.ones(8)}, 3, optax.sgd(0.1), devices="v9e:8", batch=8)
+    assert {"loss_fn", ""} <= {problem.path for problem in caught.value.problems}
+
+
+def test_choose_layout_without_a_sane_layout_says_why(fakes):
+    odd = {"x": pz.nx.ones({"batch": 63, "embedding": 64})}
+    mesh = pzs.make_mesh({"data": 8}, abstract=True)
+    with pytest.raises(PlanError) as caught:
+        choose(batch=odd, devices=mesh, hardware="v5e")
+    assert any("63" in problem.what for problem in caught.value.problems)
