@@ -31,13 +31,11 @@ class _Parted:
         whole: The element of the dimension.
         parts: The element of each part by its place.
         source: Of what is put together: the dimension, as long as it, that all parts come from.
-        is_joined: Whether it is put together.
     """
 
     whole: int
     parts: Mapping[_Place, int]
     source: int | None = None
-    is_joined: bool = False
 
     def covers(self, classes: Classes) -> bool:
         """Whether each element of the dimension is in one part."""
@@ -101,7 +99,7 @@ def _read_joined(program: Propagated, elements: Elements) -> Iterator[_Parted]:
         sources = {elements[v][dim] for v in _find_sources(program, makers, operation, dim)}
         source = sources.pop() if len(sources) == 1 else None
         whole = elements[operation.results[0]][dim]
-        yield _Parted(whole, dict(zip(places, parts, strict=True)), source, is_joined=True)
+        yield _Parted(whole, dict(zip(places, parts, strict=True)), source)
 
 
 def _find_sources(

@@ -182,7 +182,7 @@ class Facts:
         both = left.keys() & right.keys()
         free = classes(0, left.keys() & made - both), classes(1, right.keys() & made - both)
         of_weights = [
-            any(value in self._of_weights for value in self.moved_from(operand))
+            not self._of_weights.isdisjoint(self.moved_from(operand))
             for operand in operation.operands
         ]
         weight = of_weights.index(True) if sum(of_weights) == 1 else None
@@ -191,11 +191,8 @@ class Facts:
     @functools.cached_property
     def _of_weights(self) -> Set[int]:
         """What is of weights, and what is taken of it by a choice that is computed, as experts."""
-        chosen = {
-            lookup.operation.results[0]
-            for lookup in self.lookups
-            if lookup.is_table and lookup.index in self.from_weights
-        }
+        lookups = [each for each in self.lookups if each.is_table]
+        chosen = {e.operation.results[0] for e in lookups if e.index in self.from_weights}
         return (self.from_weights - self.from_inputs) | chosen
 
     @functools.cached_property
@@ -330,17 +327,10 @@ class Facts:
             yield value
 
     def is_of_a_weight(self, product: Product) -> bool:
-        """Whether an operand of a product is one weight, in whatever form and scale."""
-        if product.weight is None:
-            return False
+        """Whether an operand of a product is one weight, in whatever form."""
         given = {weight.value for weight in self.call.weights}
-        if not given.isdisjoint(self.moved_from(product.weight_operand)):
-            return True
-        # What was quantised is scaled before it is used.
-        before = _walk([product.weight_operand], lambda v: sources_of(self.makers.get(v)))
-        kinds = {self.makers[each].kind for each in before if each in self.makers}
-        is_of_weights = product.weight_operand in self.from_weights - self.from_inputs
-        return is_of_weights and kinds <= _FORMS | _SCALES
+        is_of_one = product.weight is not None
+        return is_of_one and not given.isdisjoint(self.moved_from(product.weight_operand))
 
     def linear_origins(self, value: int) -> Iterator[Operation]:
         """What makes a value, but for moves and for scales that are not data."""
