@@ -67,7 +67,8 @@ def compile_candidates(
             threads.shutdown(cancel_futures=True)
     if cut is None:
         return costs
-    return [extrapolate(*costs[i : i + 2], cut.blocks) for i in range(0, len(costs), 2)]
+    of_one_and_two = zip(costs[::2], costs[1::2], strict=True)
+    return [extrapolate(one, two, cut.blocks) for one, two in of_one_and_two]
 
 
 def _start(

@@ -33,7 +33,7 @@ _INFER = """Write:
         model, {2}, input_names={3},
     )
     model = penzai_shard.name_axes(model, names)
-    # Of a dictionary: choose_layout(..., plain_arrays=True), if the loss takes plain arrays.
+    # A dictionary, also one of linen, then needs choose_layout(..., plain_arrays=True).
 """
 
 
@@ -171,7 +171,8 @@ def read_problem(
     present = {name for leaf in leaves_of(inputs) for name in leaf.names or ()} - {None}
     batch_axis = next((name for name in batch_axes if name in present), None)
     if batch_axis is None:
-        what = f"no input has the logical axis {batch_axes[0]!r}; they have {[*present]}"
+        known = sorted(map(str, present))
+        what = f"no input has the logical axis {batch_axes[0]!r}; they have {known}"
         problems.add("batch", what, "Write names={'batch': 'examples'}, with what they call it.")
     _check_names(leaves, inputs, is_plain, problems)
     problems.raise_if_any(RuleTypeError)
@@ -237,7 +238,7 @@ def _check_names(
     patterns = {leaf.path: (None,) * len(leaf.shape) for leaf in unnamed}
     fix = f"Write model = penzai_shard.name_axes(model, {patterns})."
     arrays = leaves_of(inputs)
-    if is_plain and len(unnamed) == len(leaves) and len(arrays) == len(inputs):
+    if is_plain and not any(leaf.names for leaf in leaves) and len(arrays) == len(inputs):
         structs = [f"jax.ShapeDtypeStruct({x.shape}, {str(x.dtype)!r})" for x in arrays]
         keywords = ", ".join(f"{name}={name}" for name in inputs)
         axes = [x.names for x in arrays]

@@ -193,7 +193,8 @@ def simulated_devices(count: int) -> list[Any]:
     >>> len(simulated_devices(512))
     512
     """
-    return list(xc.make_cpu_client(num_devices=count).devices())
+    client: Any = xc.make_cpu_client(num_devices=count)
+    return list(client.devices())
 
 
 def compile_bytecode(

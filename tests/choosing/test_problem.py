@@ -16,12 +16,12 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.problem import read_problem
 from penzai_shard.errors import RuleTypeError
-from tests.layouts.transformers import build_llama
 from tests.models import penzai_mlp
 
 
 def mlp_loss(model, rng, state, x):
-    return jnp.mean(model(x).unwrap("batch", "features_out")), state, {}
+    y = model(x)
+    return jnp.mean(y.unwrap(*y.named_axes)), state, {}
 
 
 def token_loss(model, rng, state, tokens, targets, *, weight=1.0):
@@ -138,16 +138,12 @@ def test_read_problem_of_a_number_gives_plain_tokens_to_those_who_take_them(libr
 
 
 def test_build_makes_the_step_that_layouts_make():
-    def loss_fn(model, rng, state, tokens):
-        return pzs.cross_entropy(model(tokens), tokens), state, {}
-
-    layout, optimizer = pzs.Layout.two_dimensional(), optax.adam(1e-3)
-    problem = read(pzs.abstract_model(build_llama), loss_fn, optimizer, 8, seq=8)
-    candidate = Candidate((("data", 4), ("model", 2)), layout)
-    options = {"mesh": candidate.mesh, "loss_fn": loss_fn, "optimizer": optimizer}
-    state, step = layout.build(build_llama, rng=jax.random.key(0), **options)
-    batch = {"tokens": pz.nx.zeros({"batch": 8, "seq": 8}, "int32")}
-    inputs = layout.shard_batch(jax.tree.map(make_struct, batch), candidate.mesh)
+    layout, optimizer = pzs.Layout.fully_sharded(min_size=1), optax.adam(1e-3)
+    candidate, x = Candidate((("data", 4),), layout), pz.nx.ones({"batch": 8, "features": 8})
+    problem = read(pzs.abstract_model(penzai_mlp), optimizer=optimizer, batch={"x": x})
+    options = {"mesh": candidate.mesh, "loss_fn": mlp_loss, "optimizer": optimizer}
+    state, step = layout.build(penzai_mlp, rng=jax.random.key(0), **options)
+    inputs = layout.shard_batch({"x": jax.tree.map(make_struct, x)}, candidate.mesh)
 
     texts = [
         step.trace(state, **inputs).lower(lowering_platforms=("cpu",)).as_text()
@@ -219,11 +215,11 @@ def run_fix(error, **names):
     return names
 
 
-def plain_loss(model, rng, state, tokens):
+def run_plain(model, tokens):
     x = model["table"][tokens]
     for layer in model["layers"]:
         x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
-    return jnp.mean((x @ model["table"].T) ** 2), state, {}
+    return x @ model["table"].T
 
 
 def build_plain():
@@ -231,16 +227,37 @@ def build_plain():
     return {"table": jnp.ones((64, 8)), "layers": [layer] * 2}
 
 
-def test_read_problem_says_how_names_are_inferred():
-    model, options = build_plain(), {"loss_fn": plain_loss, "batch": 4, "seq": 16}
+class UnnamedNnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table, self.up, self.down = (
+            nnx.Embed(64, 8, rngs=rngs),
+            nnx.Linear(8, 32, rngs=rngs),
+            nnx.Linear(32, 8, rngs=rngs),
+        )
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        return self.table.attend(x + self.down(self.dropout(jax.nn.relu(self.up(x)))))
+
+
+@pytest.mark.parametrize("library", ["dict", "nnx"])
+def test_read_problem_says_how_names_are_inferred(library):
+    is_dict = library == "dict"
+    model, run = (build_plain(), run_plain) if is_dict else (UnnamedNnx(), UnnamedNnx.__call__)
+
+    def loss_fn(model, rng, state, tokens):
+        return jnp.mean(run(model, tokens) ** 2), state, {}
+
+    options = {"loss_fn": loss_fn, "batch": 4, "seq": 16, "plain_arrays": is_dict}
     with pytest.raises(RuleTypeError) as caught:
-        read(model, plain_arrays=True, **options)
-    assert len(caught.value.problems) == 5
-    pasted = run_fix(caught.value, model=model, loss_fn=plain_loss)
-    problem = read(pasted["model"], plain_arrays=True, **options)
-    names = {leaf.path: leaf.names for leaf in leaves_of(problem.model)}
-    assert names["layers/1/up"] == ("embedding", "neurons")
-    assert names["table"] == ("vocabulary", "embedding")
+        read(model, **options)
+    pasted = run_fix(caught.value, model=model, loss_fn=loss_fn)
+    names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
+    prefix, table, up = ("layers/1/", "", "up") if is_dict else ("", "/embedding", "up/kernel")
+    assert names[f"{prefix}{up}"] == ("embedding", "neurons")
+    assert names[f"table{table}"] == ("vocabulary", "embedding")
 
 
 def test_read_problem_says_how_arrays_stay_whole():
