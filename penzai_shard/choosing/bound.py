@@ -3,17 +3,17 @@
 Each term is what every program must do that makes the step in that layout, however XLA lays out
 what the layout leaves to it; what it only may have to do is left out.
 
-- *Operations*: those of the step on one device, in equal parts. With one example on a device at a
-  time it may be half: products that give gradients of weights are multiplications then, and there
-  are no more of them than others.
+- *Operations*: those of the step on one device, in equal parts. Without products that sum over
+  examples alone, as gradients of weights do, where a device has one example at a time: these are
+  multiplications then.
 - *Gradients*: each device has a sum over its own examples. Over the mesh axes of the batch these
   are summed and scattered at least, and what is not stored split over them is gathered. Both are an
   all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 - *Parameters* that ``GatherParameters`` gathers, once. Others may stay where they are, and
   activations be moved instead, which is less for few examples; over the mesh axes by which they are
   stored split, nothing is certain.
-- *Tables*: of rows that are looked up, XLA sends the rows and not the table where table or
-  statistics are split. Elsewhere their gradient is summed as a whole.
+- *Tables*: of rows that are looked up, XLA sends the rows and not the gradient of the table where
+  table or statistics are split, unless ``GatherParameters`` says how the gradient lies.
 - *Statistics* of the optimizer are read once and written once.
 
 Activations are not counted, and microbatches and what is gathered again send more than this.
@@ -56,17 +56,18 @@ def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
     sizes, step = dict(candidate.mesh_sizes), _read_step(problem)
     batch = mesh_axes_of("batch", [candidate.layout.compute])
     examples = problem.sizes[problem.batch_axis] // part_count(batch, sizes)
-    flops = step.flops / hardware.device_count / (2 if examples == candidate.microbatches else 1)
+    flops = step.flops - (step.over_examples if examples == candidate.microbatches else 0)
     sent = tuple(_find_sent(problem, candidate))
     held = {"optimizer": stored_bytes(problem, candidate, ["optimizer"])}
-    return step_time(StepCost(flops, sent, held), sizes, hardware).bound
+    return step_time(StepCost(flops / hardware.device_count, sent, held), sizes, hardware).bound
 
 
 def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
     """What is sent for each parameter."""
     sizes = dict(candidate.mesh_sizes)
     step, tables = _read_step(problem), read_tables(problem, candidate)
-    batch = {axis for axis in mesh_axes_of("batch", [candidate.layout.compute]) if sizes[axis] > 1}
+    in_use = {axis for axis, size in sizes.items() if size > 1}
+    batch = in_use & {*mesh_axes_of("batch", [candidate.layout.compute])}
     for array, count in stored_arrays(problem).items():
         # Small arrays, such as the scale of a norm, may be outside of all layers that are edited.
         if array.part != "parameters" or math.prod(array.sizes) < MIN_SIZE:
@@ -77,12 +78,15 @@ def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
         )
         size = count * array.bytes
         is_gathered = (array.names, array.sizes) in step.gathered
-        is_table = (array.names, array.sizes) in step.tables and bool(batch & (stored | updated))
+        # Where a mesh axis does not split the batch, GatherParameters pins gradients as well.
+        is_pinned = is_gathered and stored != used and in_use != batch
+        is_table = (array.names, array.sizes) in step.tables and not is_pinned
+        sends_rows = is_table and bool(batch & (stored | updated))
         # Mesh axes, and those by which an array is split of which each device has a part.
         terms = [(batch - stored, stored)]
         if is_gathered:
             terms += [(stored - used, used)]
-        if not is_table:
+        if not sends_rows:
             terms += [(batch, used) if is_gathered else (batch - stored, stored)]
         for axes, kept in terms:
             parts, left = part_count(axes, sizes), size / part_count(kept, sizes)
@@ -95,11 +99,13 @@ class _Step(NamedTuple):
 
     Attributes:
         flops: Its operations on one device, where nothing is computed again.
+        over_examples: Those of products that sum as many elements as there are examples.
         gathered: The parameters that are gathered where layers use them.
-        tables: Those that are looked up, and are not in products too.
+        tables: Those that are looked up, and are not in products too; with all that look alike.
     """
 
     flops: float
+    over_examples: float
     gathered: set[Any]
     tables: set[Any]
 
@@ -107,7 +113,7 @@ class _Step(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def _read_step(problem: Problem) -> _Step:
     cut = cut_model(problem)
-    model = problem.model if cut is None else cut.one
+    model, blocks = (problem.model, 1) if cut is None else (cut.one, cut.blocks)
     options: dict[str, Any] = {"names": problem.names, "blocks": problem.blocks}
     one = Candidate((("data", 1),), Layout(parameters={}, compute={}, **options))
     flops = Prices(problem).price(one).flops
@@ -122,17 +128,33 @@ def _read_step(problem: Problem) -> _Step:
     paths = {leaf.path for leaf in inside}
     outside = {(leaf.names, leaf.shape) for leaf in leaves_of(edited) if leaf.path not in paths}
     gathered = {(leaf.names, leaf.shape) for leaf in inside} - outside
-    return _Step(flops, gathered, _find_tables(MarkedSteps(problem, model).place(one)))
+    program = MarkedSteps(problem, model).place(one)
+    # There is one such product for each weight at most, beside others of as many operations.
+    over_examples = blocks * _count_over(program, problem.sizes[problem.batch_axis])
+    return _Step(flops, min(over_examples, flops / 2), gathered, set(_find_tables(program)))
 
 
-def _find_tables(program: DeviceProgram) -> set[Any]:
-    uses: dict[str, set[Any]] = {_LOOKUP: set(), _PRODUCT: set()}
+def _count_over(program: DeviceProgram, examples: int) -> float:
+    """The operations of products that sum so many elements, on one device."""
+    found = 0.0
+    for each in program.operations:
+        if each.kind == _PRODUCT and each.rule is not None:
+            made = {factor for factors in each.rule.results[0] for factor in factors}
+            dims = zip(program.shapes[each.operands[1]], each.rule.operands[1], strict=True)
+            summed = math.prod(length for length, factors in dims if made.isdisjoint(factors))
+            size = math.prod(program.shapes[each.results[0]])
+            found += 2 * size * summed * (each.times or 1) * (summed == examples)
+    return found
+
+
+def _find_tables(program: DeviceProgram) -> Iterator[Any]:
     for argument, leaf in program.arguments.items():
-        values = [argument]
+        values, uses = [argument], set()
         for value in values:
             for user in program.users[value]:
                 if user.kind in _FORM:
                     values += user.results
                 elif user.kind == _PRODUCT or (user.kind == _LOOKUP and user.operands[0] == value):
-                    uses[user.kind].add((leaf.names, leaf.shape))
-    return uses[_LOOKUP] - uses[_PRODUCT]
+                    uses.add(user.kind)
+        if uses == {_LOOKUP}:
+            yield leaf.names, leaf.shape
