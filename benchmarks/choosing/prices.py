@@ -13,9 +13,8 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from benchmarks.choosing.picks import Question, read_truth  # Asks JAX for the devices, so first.
-from benchmarks.choosing.judge import Verdict  # isort: skip
 from benchmarks.choosing.pairs import PAIRS
+from benchmarks.choosing.picks import Question, Verdict, read_truth
 from penzai_shard.choosing.cost import Prices
 
 

@@ -145,7 +145,7 @@ class Prices:
             RuleTypeError, MeshError: The layout does not fit the model, as for ``Layout.build``.
             PropagationError: The step cannot be priced without compiling it.
         """
-        costs = [_price(steps.place(candidate)) for steps in self._steps]
+        costs = [price_program(steps.place(candidate)) for steps in self._steps]
         cost = costs[0] if len(costs) == 1 else extrapolate(costs[0], costs[1], self._blocks)
         # Which phase holds most may be another one in a deep model.
         memory = dict(cost.memory)
@@ -153,7 +153,7 @@ class Prices:
         return dataclasses.replace(cost, memory=memory)
 
 
-def _price(program: DeviceProgram) -> StepCost:
+def price_program(program: DeviceProgram) -> StepCost:
     """The cost of a program; in its memory each phase has a line of what it holds at most."""
     held = dict.fromkeys(("parameters", "optimizer", "inputs", *_PHASES), 0.0)
     for value, leaf in program.arguments.items():
@@ -326,7 +326,8 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
 
     What is computed element by element is there only if something else has to read it.
     """
-    operations, roots = _order_by_time(program), _find_roots(program)
+    # Post-order, in which XLA has them, computes each value just before what needs it.
+    operations, roots = program.operations, _find_roots(program)
     written = {
         roots[value]
         for each in operations
@@ -368,26 +369,6 @@ def _is_gathered_behind(program: DeviceProgram, each: Operation, operand: int) -
     """Whether a barrier takes what compilers gather behind it."""
     maker = program.makers.get(operand)
     return each.kind == BARRIER and maker is not None and maker.kind == _GATHER
-
-
-def _order_by_time(program: DeviceProgram) -> list[Operation]:
-    """Operations as JAX wrote them, but updates, and what is exchanged, as soon as possible.
-
-    What is gathered once is gathered just before its first use.
-    """
-    places: dict[int, float] = {}
-    operations = [each for each in program.operations if each.results]
-    for each in operations:
-        place: float = each.order
-        if _find_phase(each) == "update" or each.kind in _CONSTANTS or each.mesh_axes:
-            place = max((places.get(value, -1) for value in each.operands), default=-1)
-        places.update(dict.fromkeys(each.results, place))
-    for each in reversed(operations):
-        if each.kind == _GATHER and each.times == 1:
-            users = program.users[each.results[0]]
-            first = min((places[user.results[0]] for user in users if user.results), default=0)
-            places[each.results[0]] = max(places[each.results[0]], first - 0.5)
-    return sorted(operations, key=lambda each: places[each.results[0]])
 
 
 def _find_roots(program: DeviceProgram) -> list[int]:

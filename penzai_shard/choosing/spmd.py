@@ -9,6 +9,7 @@ candidate its own rules are asked at each mark (lowering takes a second, this a 
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -242,10 +243,11 @@ class DeviceProgram:
         for each in self.operations:
             for value in each.operands:
                 self.users[value].append(each)
-        self.shapes = [
-            tuple(-(-n // self.parts(axes)) for n, axes in zip(x.shape, spec_of(x), strict=True))
-            for x in self.values
-        ]
+        split = functools.cache(self._split)
+        self.shapes = [split(value.shape, spec_of(value)) for value in self.values]
+
+    def _split(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        return tuple(-(-n // self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
 
     def parts(self, axes: Iterable[str]) -> int:
         """In how many parts mesh axes, or parts of them as ``data:(1)2``, split something."""

@@ -203,9 +203,14 @@ def propagate_lowered(
         return read(copied)
 
 
-def read(module: Mlir) -> Propagated:
-    """Reads a propagated module in the form of XLA; its context has to be in force."""
-    return _Reader().read(module)
+def read(module: Mlir, cache: dict[Any, Any] | None = None) -> Propagated:
+    """Reads a propagated module in the form of XLA; its context has to be in force.
+
+    Args:
+        module: The module.
+        cache: What was read before of attributes in the same context.
+    """
+    return _Reader({} if cache is None else cache).read(module)
 
 
 class _Flow(NamedTuple):
@@ -225,19 +230,19 @@ class _Around(NamedTuple):
 class _Reader:
     """Numbers values as it meets them; reads equal attributes once."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: dict[Any, Any]) -> None:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self._numbers: dict[Mlir, int] = {}
         self._flows: dict[Mlir, _Flow] = {}
-        self._cache: dict[Any, Any] = {}
+        self._cache = cache
         self._order = 0
         self._has_edges = True
 
     def read(self, module: Mlir) -> Propagated:
         self._has_edges = bool(operations_in(module, "sdy.data_flow_edge"))
         block = main_block(module)
-        given = read_entries(block.owner, "arg_attrs", len(block.arguments))
+        given = _entries(block.owner, "arg_attrs", len(block.arguments))
         arguments = [
             self._add(value, entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
             for value, entry in zip(block.arguments, given, strict=True)
@@ -246,7 +251,7 @@ class _Reader:
             n for n, entry in zip(arguments, given, strict=True) if LAID_OUT in entry
         )
         returned = self._read_block(block, _Around())
-        asked = read_entries(block.owner, "res_attrs", len(returned))
+        asked = _entries(block.owner, "res_attrs", len(returned))
         types = [value.type for value in block.operations[-1].operands]
         results = [
             self._read_result(position, *each)
@@ -545,7 +550,7 @@ def _read_origins(entries: Mlir) -> dict[str, str]:
     return {each.name: ir.StringAttr(each.attr).value for each in entries}
 
 
-def read_entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
+def _entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
     """Attributes of each argument or result of a function."""
     attributes = function.attributes.get(name)
     if attributes is None:

@@ -14,7 +14,7 @@ Read from and run on jaxlib 0.10.2. https://openxla.org/shardy/sdy_dialect
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxlib.mlir import ir
@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problems, PropagationError
-from penzai_shard.propagation.flat import Propagated, Spec, read, read_entries, read_rule, read_spec
+from penzai_shard.propagation.flat import Propagated, Spec, read, read_rule, read_spec
 from penzai_shard.propagation.passes import propagate
 from penzai_shard.propagation.xla_form import Mlir, name_of, operations_in, to_xla_form
 
@@ -89,12 +89,16 @@ class MarkedProgram:
                 fix = "Leave jax.shard_map out, or compile the step: compile_step(step, ...)."
                 problems.add(name_of(each), "it is computed under jax.shard_map", fix)
             problems.raise_if_any(PropagationError)
+            for each in operations_in(copied):
+                # The lines of the user's code are nine tenths of the text.
+                each.location = ir.Location.name(name_of(each))
             text = copied.get_asm(
                 enable_debug_info=True, use_local_scope=True, assume_verified=True
             )
         self._before, self._behind = re.split(r"(?<=sdy.mesh @mesh = <\[).*?(?=\]>)", text)
         # Every second piece is a layout.
         self._pieces = _LAYOUT.split(self._behind)
+        self._cache: dict[Any, Any] = {}
         self.marks = [_read_mark(found) for found in _LAYOUT.finditer(self._behind)]
 
     def place(self, mesh_sizes: Mapping[str, int], specs: Sequence[Spec | None]) -> Propagated:
@@ -116,13 +120,13 @@ class MarkedProgram:
             pieces[2 * number + 1] = f"<@mesh, [{', '.join(f'{{{dim}}}' for dim in dims)}]>"
         with self._context:
             module = ir.Module.parse(f"{self._before}{axes}{''.join(pieces)}").operation
-            propagate(module)
+            propagate(module, is_checked=bool(self._cache))
             for product in operations_in(module, "stablehlo.dot_general"):
                 _lay_out_as_xla(product)
             passes = PassManager.parse(_COLLECTIVES)
             passes.enable_verifier(False)
             passes.run(module)
-            return read(module)
+            return read(module, self._cache)
 
 
 def _read_mark(found: re.Match[str]) -> Mark:
@@ -184,8 +188,9 @@ def _find_sharding(value: Mlir) -> Mlir:
     """The layout of a value before edges are sunk: of arguments in blocks only edges take any."""
     owner = value.owner
     if isinstance(owner, ir.Block):
-        entries = read_entries(owner.owner, "arg_attrs", len(owner.arguments))
-        return entries[ir.BlockArgument(value).arg_number].get("sdy.sharding")
+        entries: Mlir = owner.owner.attributes.get("arg_attrs")
+        own = entries[ir.BlockArgument(value).arg_number] if entries else ()
+        return next((each.attr for each in own if each.name == "sdy.sharding"), None)
     if (several := owner.attributes.get("sdy.sharding")) is not None:
         return sdy.TensorShardingPerValueAttr(several).shardings[ir.OpResult(value).result_number]
     return owner.attributes.get("sharding")

@@ -30,7 +30,9 @@ _AT_THE_ENDS = (
 )
 
 
-def propagate(module: Mlir, *, origins: bool = False, edges: bool = False) -> None:
+def propagate(
+    module: Mlir, *, origins: bool = False, edges: bool = False, is_checked: bool = False
+) -> None:
     """Lays out all values of a module, which is changed; its context has to be in force.
 
     Args:
@@ -38,17 +40,19 @@ def propagate(module: Mlir, *, origins: bool = False, edges: bool = False) -> No
         origins: Whether Shardy notes where each mesh axis of a layout came from at first. Never
             done where arrays are tied by ``shard_alike``: there it ends the process.
         edges: Whether it notes at each operation which mesh axes went from where to where.
+        is_checked: Whether the program, in other layouts, was propagated before.
 
     Raises:
         PropagationError: Shapes are unknown, Shardy refuses the program, or this jaxlib has other
             passes.
     """
     problems = Problems(_HEADLINE)
-    _check_shapes(module, problems)
-    _check_meshes(module, problems)
-    problems.raise_if_any(PropagationError)
+    if not is_checked:
+        _check_shapes(module, problems)
+        _check_meshes(module, problems)
+        problems.raise_if_any(PropagationError)
     _note_layouts(main_block(module).owner)
-    has_groups = bool(operations_in(module, "sdy.sharding_group"))
+    has_groups = origins and bool(operations_in(module, "sdy.sharding_group"))
     passes = _make_passes(origins and not has_groups, edges)
     try:
         passes.run(module)

@@ -49,7 +49,7 @@ def to_xla_form(module: Mlir) -> None:
 
 
 def operations_in(module: Mlir, kind: str = "") -> list[Mlir]:
-    """All operations of a module, or those of one kind; what is in a region before its owner."""
+    """All operations of a module, or those of one kind; what is in a region behind its owner."""
     found: list[Mlir] = []
 
     def note(operation: Mlir) -> ir.WalkResult:
@@ -57,7 +57,7 @@ def operations_in(module: Mlir, kind: str = "") -> list[Mlir]:
             found.append(operation)
         return ir.WalkResult.ADVANCE
 
-    module.walk(note)
+    module.walk(note, ir.WalkOrder.PRE_ORDER)
     return found
 
 
