@@ -39,6 +39,9 @@ from penzai_shard.reports.quantities import bytes_text
 
 # Where the quickest way of a table takes so much longer than the best, other ways are not priced.
 _SLOWER = 1.25
+# Of more tables than this, times the number of layouts to compile, those are priced that have the
+# least bounds and store least, as many on each mesh.
+_TABLES = 4
 # One and two blocks say within this part what all of them hold; nearer to the limit all count.
 _NEAR_LIMIT = 0.12
 # So few blocks are compiled whole for the pick in any case.
@@ -192,10 +195,19 @@ class Pricing:
         tables: dict[Hashable, list[int]] = collections.defaultdict(list)
         for number, each in enumerate(self.candidates):
             tables[each.table].append(number)
-        stored = [(stored_bytes(problem, self.candidates[own[0]]), own) for own in tables.values()]
+        stored = {own[0]: stored_bytes(problem, self.candidates[own[0]]) for own in tables.values()}
         # If none can be stored, the leanest says by how much.
-        limit = max(devices.memory, min(stored)[0])
-        self.tables = [own for size, own in stored if size <= limit]
+        limit = max(devices.memory, min(stored.values()))
+        # Of a table's ways the last has the most microbatches, and so the least bound.
+        found = [
+            (bound(problem, self.candidates[own[-1]], devices.hardware), stored[own[0]], own)
+            for own in tables.values()
+            if stored[own[0]] <= limit
+        ]
+        self.bounds = {own[0]: least for least, _, own in found}
+        self.tables = [own for *_, own in sorted(found)]
+        # What is kept for the backward pass, as a part of what is kept without a policy.
+        self.shares: dict[Hashable, float] = {}
 
     def _kinds(self, number: int) -> list[Hashable]:
         """What others have in common with it, whose estimates err alike; the closest first."""
@@ -225,22 +237,32 @@ class Pricing:
             most: So many are to fit before the rest counts for less.
             error: What compiled steps hold, as a part of their estimates.
         """
+        by_mesh = collections.defaultdict[Hashable, list[list[int]]](list)
+        for own in self.tables:
+            by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
+        turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
+        tables = [own for own in turns if own][: _TABLES * most]
         limit, fitting = self.devices.memory / error, list[float]()
-        for own in sorted(self.tables, key=lambda own: self.estimate(own[0]).price):
-            is_slower = self.estimate(own[0]).seconds > _SLOWER * min(fitting, default=math.inf)
-            # The search compiles no more than four times as many.
-            if len(fitting) >= (most if is_slower else 4 * most):
+        for own in sorted(tables, key=lambda own: self.estimate(own[0]).price):
+            plain = self.estimate(own[0])
+            is_slower = plain.seconds > _SLOWER * min(fitting, default=math.inf)
+            if len(fitting) >= (most if is_slower else 2 * most):
                 break
-            for _, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
-                ways = [*group]
-                first = self.estimate(ways[0])
-                # What the batch makes shrinks with the part of it that is computed at once.
-                parts = [first.microbatches / self.candidates[n].microbatches for n in ways]
-                held = [first.memory_bytes - (1 - x) * first.memory["activations"] for x in parts]
-                fewest = next((n for n, size in zip(ways, held, strict=True) if size <= limit), -1)
-                way = self.estimate(ways[-1] if fewest < 0 else fewest)
-                if way.memory_bytes <= limit:
-                    fitting.append(way.seconds)
+            for mode, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
+                ways, batch = [*group], plain.memory["activations"]
+                if mode not in self.shares:
+                    first = self.estimate(ways[0]).memory["activations"]
+                    self.shares[mode] = first / (batch or 1) * self.candidates[ways[0]].microbatches
+                for number in ways:
+                    kept = batch * self.shares[mode] / self.candidates[number].microbatches
+                    if plain.memory_bytes - batch + kept <= limit:
+                        if self.estimate(number).memory_bytes <= limit:
+                            fitting.append(self.estimate(number).seconds)
+                        break
+                else:
+                    if not fitting:
+                        # What is nearest to the limit may fit after all.
+                        self.estimate(ways[-1])
 
     def search(self, most: int, shown: bool) -> None:
         """Prices what may be best, and compiles what seems so."""
@@ -298,11 +320,8 @@ class Pricing:
 
     def find_gap(self, best: Choice) -> float:
         """By which part it is slower, at most, than what was not compiled."""
-        left = [own for own in self.tables if not self.exact.keys() >= {*own}]
-        # Of a table's ways the one with the most microbatches has the least bound.
-        last = (max(own, key=lambda n: self.candidates[n].microbatches) for own in left)
-        bounds = (bound(self.problem, self.candidates[n], self.devices.hardware) for n in last)
-        return max(best.seconds / min(bounds, default=best.seconds) - 1, 0.0)
+        left = [self.bounds[own[0]] for own in self.tables if not self.exact.keys() >= {*own}]
+        return max(best.seconds / min(left, default=best.seconds) - 1, 0.0)
 
     def find_help(self) -> Iterator[Mistake]:
         """What would help where nothing fits: devices, a smaller batch, another optimizer."""

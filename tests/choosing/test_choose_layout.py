@@ -1,20 +1,23 @@
 """``choose_layout``: what is picked and said by given costs, then steps from end to end."""
 
 import dataclasses
+import functools
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from penzai import pz
-from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
 from penzai_shard.choosing import choices as choosing
 from penzai_shard.choosing.cost import Sent, StepCost
 from penzai_shard.errors import NothingFitsError, PlanError, RuleTypeError
+from tests.layouts.transformers import build_llama
 
 GIB = 2**30
 
@@ -248,3 +251,107 @@ def test_choose_layout_without_a_sane_layout_says_why(fakes):
     with pytest.raises(PlanError) as caught:
         choose(batch=odd, devices=mesh, hardware="v5e")
     assert any("63" in problem.what for problem in caught.value.problems)
+
+
+# From end to end
+
+
+class Equinox(eqx.Module):
+    embed: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+    def __call__(self, tokens):
+        x = self.embed[tokens]
+        return (x + jax.nn.relu(x @ self.up) @ self.down) @ self.embed.T
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        def init(*names):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+        self.embed = nnx.Embed(64, 32, embedding_init=init("vocab", "embed"), rngs=rngs)
+        options = {"use_bias": False, "rngs": rngs}
+        self.up = nnx.Linear(32, 128, kernel_init=init("embed", "mlp"), **options)
+        self.down = nnx.Linear(128, 32, kernel_init=init("mlp", "embed"), **options)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.embed.attend(x + self.down(jax.nn.relu(self.up(x))))
+
+
+def make_weights():
+    shapes = {"embed": (64, 32), "up": (32, 128), "down": (128, 32)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {n: jax.random.normal(k, s) / 8 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+
+TOKENS = jnp.arange(16 * 8).reshape(16, 8) * 7 % 64
+PLAIN = {"tokens": TOKENS, "targets": TOKENS * 3 % 64}
+
+
+def build_equinox():
+    model = Equinox(**make_weights())
+    return pzs.name_axes(model, pzs.infer_names(lambda model, x: model(x), model, TOKENS))
+
+
+def build_dict():
+    axes = ("vocabulary", "embedding"), ("embedding", "neurons"), ("neurons", "embedding")
+    return pzs.name_axes(make_weights(), dict(zip(("embed", "up", "down"), axes, strict=True)))
+
+
+def build_nnx():
+    with nnx.use_eager_sharding(False):
+        return Nnx(nnx.Rngs(0))
+
+
+LIBRARIES = {
+    "Penzai": (functools.partial(build_llama, vocabulary=64), lambda model, x: model(x), False),
+    "Equinox": (build_equinox, lambda model, x: model(x), False),
+    "NNX": (build_nnx, lambda model, x: model(x), False),
+    "dict": (build_dict, lambda model, x: Equinox(**model)(x), True),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_pick_trains_as_one_device_does(library):
+    build, apply, plain_arrays = LIBRARIES[library]
+    batch, first = PLAIN, {"first_axis": "batch"}
+    if library == "Penzai":
+        batch, first = {name: pz.nx.wrap(x, "batch", "seq") for name, x in PLAIN.items()}, {}
+
+    def loss_fn(model, rng, state, tokens, targets):
+        loss = pzs.cross_entropy(apply(model, tokens), targets)
+        return loss, state, {"loss": loss}
+
+    def train(layout, mesh, build_step):
+        state, step = build_step(
+            build, mesh=mesh, loss_fn=loss_fn, optimizer=optax.adam(1e-2), rng=jax.random.key(1)
+        )
+        inputs, losses = layout.shard_batch(batch, mesh, **first), []
+        for _ in range(3):
+            state, aux = step(state, **inputs)
+            losses.append(float(aux["loss"]))
+        return losses
+
+    found = pzs.choose_layout(
+        *(pzs.abstract_model(build), loss_fn, optax.adam(1e-2)),
+        devices=pzs.make_mesh({"data": 4, "model": 2}),
+        memory="1GiB",
+        hardware="cpu",
+        batch=16,
+        seq=8,
+        keep={"neurons": "model", "vocabulary": None, "embedding": "data", "seq": None},
+        rematerialise=(None,),
+        microbatches=(2,),
+        plain_arrays=plain_arrays,
+        compiled=1,
+        progress=False,
+    )
+    losses = train(found.best.layout, found.best.mesh(), found.best.build)
+    assert losses[-1] < losses[0]
+    one, whole = pzs.make_mesh({"data": 1}, jax.devices()[:1]), pzs.Layout.data_parallel()
+    options = {"plain_arrays": True} if plain_arrays else {}
+    alone = train(whole, one, functools.partial(whole.build, **options))
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
