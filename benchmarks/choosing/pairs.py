@@ -49,10 +49,15 @@ SEEN: dict[str, Pair] = {
     "NNX vision, adafactor": Pair(
         lambda: models.nnx_vision(64), "h100:8", {"data": 4, "model": 2}, microbatches=(1, 2)
     ),
-    "Llama, grouped queries": Pair(lambda: models.llama(16, 512), "v5e:8", {"data": 4, "model": 2}),
+    "Llama, grouped queries": Pair(
+        lambda: models.llama(16, 512), "v5e:8", {"data": 4, "model": 2}, {"vocabulary": "model"}
+    ),
     "Llama, odd vocabulary": Pair(lambda: models.llama(16, 512, 512, 2048, 50_257), "v5e:4"),
     "Gemma, tied": Pair(
-        lambda: models.gemma(16, 512), "h100:8", {"data": 2, "model": 4}, {"heads": "model"}
+        lambda: models.gemma(16, 512),
+        "h100:8",
+        {"data": 2, "model": 4},
+        {"heads": "model", "vocabulary": "model"},
     ),
     "Llama, recomputed": Pair(
         lambda: models.llama(16, 2048),
@@ -95,7 +100,7 @@ BLIND: dict[str, Pair] = {
         ),
         "v5p:16",
         {"data": 4, "model": 4},
-        {"vocabulary": "model"},
+        {"vocabulary": "model", "neurons": "model"},
         rematerialise=(None, "dots"),
     ),
 }
