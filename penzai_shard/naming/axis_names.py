@@ -30,6 +30,7 @@ class AxisNames:
         self.names: dict[AxisClass, Hashable] = {}
         self.reasons: dict[AxisClass, str] = {}
         self.open: dict[AxisClass, str] = {}
+        self._called: set[AxisClass] = set()
 
     def give(self, part: AxisClass, role: str, reason: str) -> None:
         """Gives a class a role, unless it has one or is of length 1."""
@@ -39,13 +40,15 @@ class AxisNames:
             self.reasons.setdefault(part, reason)
 
     def call(self, part: AxisClass, name: Hashable, reason: str) -> None:
-        """Gives a class a name, whatever its role is."""
-        if part.size > 1:
+        """Gives a class a name, whatever its role is; the first one stays."""
+        if part.size > 1 and part not in self._called:
+            self._called.add(part)
             self.names[part], self.reasons[part] = name, reason
 
     def take_back(self, part: AxisClass, reason: str) -> None:
-        """Takes its role from a class, and its name if that is its role."""
-        if self.names[part] == self.roles.pop(part):
+        """Takes its role from a class, and its name if that was its role."""
+        del self.roles[part]
+        if part not in self._called:
             del self.names[part], self.reasons[part]
             self.open[part] = reason
 

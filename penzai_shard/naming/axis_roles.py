@@ -65,7 +65,7 @@ def name_classes(facts: Facts) -> AxisNames:
     tell_streams_apart(facts, names)
     _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
-        if names.roles.get(part, "embedding") == "embedding":
+        if part not in names.names:
             names.call(part, name, "an input has that name, and the program ties both")
     return names
 
@@ -95,6 +95,9 @@ def _name_embedding(facts: Facts, names: AxisNames) -> None:
                 if most > 1 and (not rest or rest[0][1] < most):
                     reason = "blocks read it and add to it what they make of it"
                     names.give(best, "embedding", reason)
+                    # What people call the axis of an input is its name in the weights, too.
+                    if best in facts.of_inputs:
+                        names.call(best, facts.of_inputs[best], reason)
 
 
 # What is indexed
