@@ -5,6 +5,7 @@ estimate: they are asked to run operations in an order that holds little, as tho
 """
 
 import collections
+import dataclasses
 import itertools
 import math
 import re
@@ -67,8 +68,12 @@ def compile_candidates(
             threads.shutdown(cancel_futures=True)
     if cut is None:
         return costs
-    of_one_and_two = zip(costs[::2], costs[1::2], strict=True)
-    return [extrapolate(one, two, cut.blocks) for one, two in of_one_and_two]
+    found = []
+    for one, two in zip(costs[::2], costs[1::2], strict=True):
+        # Where two blocks hold less than one, by accident of an order, eighty do not hold nothing.
+        memory = {name: max(held, one.memory[name]) for name, held in two.memory.items()}
+        found.append(extrapolate(one, dataclasses.replace(two, memory=memory), cut.blocks))
+    return found
 
 
 def _start(

@@ -14,6 +14,7 @@ import penzai_shard as pzs
 from penzai_shard.choosing import compiled
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.compiled import compile_candidates
+from penzai_shard.choosing.cost import StepCost
 from penzai_shard.choosing.problem import read_problem
 from penzai_shard.errors import CompilationError, PlanError
 from penzai_shard.layouts.layout import Layout
@@ -63,6 +64,14 @@ def test_one_and_two_blocks_say_what_all_cost(name):
     for part in ("parameters", "optimizer", "inputs"):
         assert cost.memory[part] == whole.memory[part]
     assert cost.memory_bytes == pytest.approx(whole.memory_bytes, rel=0.12)
+
+
+def test_all_blocks_hold_no_less_than_one(monkeypatch):
+    costs = iter([StepCost(n, (), {"activations": held}) for n, held in ((1.0, 9.0), (2.0, 7.0))])
+    monkeypatch.setattr(compiled, "_read_cost", lambda *_: next(costs))
+    monkeypatch.setattr(compiled.compiler, "compile_bytecode", lambda *_: None)
+    (cost,) = compile_candidates(problem(), [Candidate(MESH, LAYOUTS["two_dimensional"])])
+    assert cost == StepCost(float(BLOCKS), (), {"activations": 9.0})
 
 
 def count_products(again):
