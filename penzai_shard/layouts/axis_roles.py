@@ -81,23 +81,34 @@ def find_roles(
         for name, size in zip(leaf.names or (), leaf.shape, strict=False):
             sizes.setdefault(name, set()).add(size)
     sizes.pop(None, None)
-    _check_present(tables, names, sizes)
+    # What infer_names calls "heads*projection" is split along its first factor.
+    members: dict[Any, list[Any]] = {name: [name] for name in sizes}
+    for name in sizes:
+        first = str(name).partition("*")[0]
+        if first != name and isinstance(name, str):
+            members.setdefault(first, []).append(name)
+    _check_present(tables, names, members)
 
     split: dict[str, tuple[Any, ...]] = {}
     whole: dict[str, tuple[Any, ...]] = {}
     notes: list[str] = []
     for role in ROLES:
         axes, over = axes_of_role(role, names), mesh_axes_of(role, tables.values())
-        present = axes if role in IN_ACTIVATIONS else [name for name in axes if name in sizes]
+        present = [x for x in axes if x in members or role in IN_ACTIVATIONS]
+        own = {axis: members.get(axis, [axis]) for axis in present}
         parts = specs.part_count(over, mesh.shape)
-        fitting = [name for name in present if not any(n % parts for n in sizes.get(name, ()))]
+        fitting = [
+            axis
+            for axis in present
+            if not any(n % parts for name in own[axis] for n in sizes.get(name, ()))
+        ]
         # Where none divides, the rule stays, and plans say what does not fit.
         chosen = fitting[:1] or present[:1]
         if role == "vocabulary" and over and present and _is_optional(role, tables.values()):
             chosen = fitting[:1]
             notes.append(_vocabulary_note(chosen, present, over, parts))
-        split[role] = tuple(chosen) if over else ()
-        whole[role] = tuple(name for name in present if name not in chosen)
+        split[role] = tuple(name for axis in chosen for name in own[axis]) if over else ()
+        whole[role] = tuple(name for x in present if x not in chosen for name in own[x])
 
     def resolve(rule: Rule) -> list[Rule]:
         role: Any = rule.logical_axis

@@ -68,6 +68,22 @@ def test_for_model_splits_the_heads_that_divide(sizes, split):
     assert not any(over.values())
 
 
+def test_for_model_splits_inferred_products_of_an_axis_along_their_first_factor():
+    names = {
+        "q": ("embedding", "head_groups*query_heads*projection"),
+        "k": ("embedding", "head_groups*projection"),
+        "up": ("embedding", "gate_up*neurons"),
+        "down": ("neurons", "embedding"),
+    }
+    widths = {"embedding": 4, "neurons": 8, "gate_up*neurons": 16}
+    model = {
+        path: jax.ShapeDtypeStruct([widths.get(axis, 16) for axis in axes], "float32")
+        for path, axes in names.items()
+    }
+    plan = Layout.tensor_parallel().plan(pzs.name_axes(model, names), TWO)
+    assert {path for path, spec in specs(plan).items() if "model" in spec} == {"q", "k", "down"}
+
+
 @pytest.mark.parametrize("size", [32, 33])
 def test_vocabulary_is_split_where_it_divides_and_the_plan_says_so(size):
     plan = Layout.two_dimensional(min_size=1).plan(shapes(vocabulary=size), TWO)
