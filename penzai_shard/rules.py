@@ -92,25 +92,32 @@ class Decision:
 
 
 def _rules_for_names(
-    rules: Iterable[Rule], names: Iterable[Hashable | None], mesh: Mapping[str, int]
+    rules: Sequence[Rule],
+    names: Iterable[Hashable | None],
+    mesh: Mapping[str, int],
+    problems: Problems,
 ) -> Iterator[Rule]:
     """The rules for logical axes in their order, the identity written out for these names."""
     ruled = {rule.logical_axis for rule in rules}
     for rule in rules:
         if rule.logical_axis is not None:
             yield rule
-        for name in names if rule == IDENTITY else ():
+        for name in (name for name in names if rule == IDENTITY and name not in ruled):
             # Flax writes a dimension that several mesh axes split as a tuple of their names.
             axes = name if isinstance(name, tuple) else (name,)
-            if name not in ruled and all(axis in mesh for axis in axes):
+            missing = [axis for axis in axes if axis not in mesh]
+            if not missing:
                 yield Rule(name, axes)
+            elif len(missing) < len(axes):
+                what = f"{name!r} names {missing[0]!r}, and the mesh has {mesh_text(mesh)}"
+                fix = f"Write rules=AxisRules({{{name!r}: None}}) | None."
+                problems.add("", what, fix, "unknown")
 
 
 def _fix_length(name: Hashable, length: int, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
     """Mesh sizes near the present one that do divide a length."""
     parts = part_count(axes, mesh)
-    small = [size for size in range(1, math.isqrt(length) + 1) if length % size == 0]
-    divisors = sorted({*small, *(length // size for size in small)} - {1})
+    divisors = [size for size in range(2, length + 1) if length % size == 0]
     below = [size for size in divisors if size < parts][-1:]
     above = [size for size in divisors if size > parts][:2]
     near = [*below, *(size for size in above if size <= 2 * parts)] or above[:1]
@@ -131,20 +138,6 @@ def _misfits(
     for axis in itertools.chain.from_iterable(rule.mesh_axes for rule in rules):
         if axis in owners:
             yield f"mesh axis {axis!r} is wanted by both {owners[axis]!r} and {name!r}"
-
-
-def _find_unknown_axes(
-    rules: Iterable[Rule], names: Iterable[Hashable | None], mesh: Mapping[str, int]
-) -> Iterator[Problem]:
-    """Under the identity, tuples of mesh axes of which the mesh lacks some."""
-    ruled = {rule.logical_axis for rule in rules}
-    for name in names if IDENTITY in rules else ():
-        axes = name if isinstance(name, tuple) and name not in ruled else ()
-        missing = [axis for axis in axes if axis not in mesh]
-        if 0 < len(missing) < len(axes):
-            what = f"{name!r} names {missing[0]!r}, and the mesh has {mesh_text(mesh)}"
-            fix = f"Write rules=AxisRules({{{name!r}: None}}) | None."
-            yield Problem("", what, fix, "unknown")
 
 
 @functools.lru_cache(maxsize=65536)
@@ -172,12 +165,11 @@ def decide(
     if names is None:
         rules = tuple(rule for rule in rules if rule.unnamed)
         names = tuple(f"dimension {i}" for i in range(len(sizes)))
-    named = list(_rules_for_names(rules, names, mesh))
+    problems = Problems("")
+    named = list(_rules_for_names(rules, names, mesh, problems))
     axes: list[tuple[str, ...] | None] = [None] * len(names)
     reasons = [""] * len(names)
     owners: dict[str, Hashable] = {}
-    problems = Problems("")
-    problems.extend(_find_unknown_axes(rules, names, mesh))
 
     def assign(i: int, mesh_axes: tuple[str, ...], reason: str) -> None:
         axes[i], reasons[i] = mesh_axes, reason
@@ -231,12 +223,15 @@ def decide(
 # Reading
 
 
-def _is_hashable(name: Any) -> bool:
-    try:
-        hash(name)
-    except TypeError:
-        return False
-    return True
+def check_option(called: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuses an option that is none of the allowed texts.
+
+    Raises:
+        RuleTypeError: It is none.
+    """
+    if value not in allowed:
+        fix = f"Write one of {', '.join(map(repr, allowed))}."
+        raise RuleTypeError(f"{called}:", [Problem("", f"{name} is {value!r}", fix)])
 
 
 def _read_rule(given: Any, problems: Problems) -> Rule | None:
@@ -246,7 +241,7 @@ def _read_rule(given: Any, problems: Problems) -> Rule | None:
     logical, mesh = given if is_pair else (None, None)
     axes = tuple(mesh) if isinstance(mesh, tuple | list) else () if mesh is None else (mesh,)
     are_names = all(isinstance(axis, str) for axis in axes) and len(set(axes)) == len(axes)
-    if logical is not None and _is_hashable(logical) and are_names:
+    if isinstance(logical, Hashable) and logical is not None and are_names:
         return Rule(logical, axes)
     what = f"{given!r} is not a hashable name with a mesh axis, several different ones or None"
     problems.add("", what, "Write for instance ('embedding', 'data').")
@@ -363,10 +358,7 @@ class AxisRules:
         if names is not None and (len(names) != len(sizes) or len(set(given)) < len(given)):
             what = f"{tuple(names)!r} are not {len(sizes)} different names for {tuple(sizes)!r}"
             raise RuleTypeError("wrong names:", [Problem("", what, "Name each dimension once.")])
-        if on_indivisible not in get_args(OnIndivisible):
-            fix = "Write 'error' or 'replicate'."
-            what = f"on_indivisible is {on_indivisible!r}"
-            raise RuleTypeError("unreadable option:", [Problem("", what, fix)])
+        check_option("rules", "on_indivisible", on_indivisible, get_args(OnIndivisible))
         key = None if names is None else tuple(names)
         shape = axis_sizes(mesh)
         return decide(self.on(shape), key, tuple(sizes), tuple(shape.items()), on_indivisible)

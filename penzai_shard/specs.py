@@ -60,25 +60,6 @@ def part_count(axes: Iterable[str], mesh_sizes: Mapping[str, int]) -> int:
     return math.prod(mesh_sizes[axis] for axis in axes)
 
 
-def part_shape(
-    spec: PartitionSpec, shape: Sequence[int], mesh_sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """The shape of the part of an array that one device holds.
-
-    Args:
-        spec: The array's spec.
-        shape: Its lengths, each of which divides over its mesh axes.
-        mesh_sizes: The size of each mesh axis.
-
-    >>> part_shape(PartitionSpec("data"), (8, 3), {"data": 4})
-    (2, 3)
-    """
-    axes = mesh_axes(spec, len(shape))
-    return tuple(
-        length // part_count(own, mesh_sizes) for length, own in zip(shape, axes, strict=True)
-    )
-
-
 def bytes_per_device(
     spec: PartitionSpec, shape: Sequence[int], item_bytes: int, mesh_sizes: Mapping[str, int]
 ) -> int:
@@ -86,11 +67,12 @@ def bytes_per_device(
 
     Args:
         spec: The array's spec.
-        shape: Its lengths.
+        shape: Its lengths, each of which divides over its mesh axes.
         item_bytes: The bytes of one element.
         mesh_sizes: The size of each mesh axis.
 
     >>> bytes_per_device(PartitionSpec("data"), (8, 3), 4, {"data": 4})
     24
     """
-    return item_bytes * math.prod(part_shape(spec, shape, mesh_sizes))
+    pairs = zip(shape, mesh_axes(spec, len(shape)), strict=True)
+    return item_bytes * math.prod(length // part_count(axes, mesh_sizes) for length, axes in pairs)

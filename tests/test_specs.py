@@ -24,7 +24,6 @@ ENTRIES = st.one_of(
 def test_parts_are_those_of_jax_and_the_canonical_spec_is_the_same_layout(entries):
     spec, shape = specs.canonical(entries), (24,) * len(entries)
     part = NamedSharding(MESH, P(*entries)).shard_shape(shape)
-    assert specs.part_shape(spec, shape, SIZES) == part
     assert specs.bytes_per_device(spec, shape, 2, SIZES) == 2 * np.prod(part)
     assert not spec or spec[-1] is not None
     assert not any(isinstance(entry, tuple) and len(entry) < 2 for entry in spec)

@@ -8,7 +8,7 @@ array: it is compared by content and hashed, so that two builds of a model share
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -178,13 +178,13 @@ class Structure:
 
     def fill_alike(self, values: Sequence[Any]) -> Any:
         """The tree with other values, whose variables are mutable where they were."""
-        return self._join(values, lambda box: box.is_live)
+        return self.fill(values, live=None)
 
     def fill(
         self,
         values: Sequence[Any],
         *,
-        live: Collection[str] = (),
+        live: Collection[str] | None = (),
         plain: bool = False,
         settings: bool = True,
     ) -> Any:
@@ -192,7 +192,8 @@ class Structure:
 
         Args:
             values: One value for each leaf, in their order: arrays, structs, tracers, shardings.
-            live: The roles of the variables that become mutable; others are frozen.
+            live: The roles of the variables that become mutable; others are frozen. None for those
+                that were.
             plain: Whether nodes are left out without which code of their library computes.
             settings: Whether numbers that are settings of modules stay. JAX, which counts them as
                 leaves, would take them for shardings; it takes None for its own choice.
@@ -201,15 +202,6 @@ class Structure:
         >>> structure.fill([2.0])
         {'name': 'up', 'w': 2.0}
         """
-        return self._join(values, lambda box: box.role in live, plain, settings)
-
-    def _join(
-        self,
-        values: Sequence[Any],
-        thaws: Callable[[_Box], bool],
-        plain: bool = False,
-        settings: bool = True,
-    ) -> Any:
         made: dict[int, Any] = {}
 
         def join(part: Any) -> Any:
@@ -226,7 +218,8 @@ class Structure:
             node = join(part.inner)
             if part.template is not None and not (plain and part.is_plain):
                 node = part.reader.close(part.template, node)
-                if hasattr(part.reader, "thaw") and thaws(part):
+                is_live = part.is_live if live is None else part.role in live
+                if is_live and hasattr(part.reader, "thaw"):
                     node = part.reader.thaw(node)
             made[part.number] = node
             return node

@@ -63,15 +63,9 @@ def place(
     """
     if isinstance(plan_or_mesh, ShardingPlan):
         plan, plan_or_mesh = plan_or_mesh, None
-    request = arguments.read(
-        "place",
-        plan_or_mesh if mesh is None else mesh,
-        rules,
-        axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-    )
+    mesh = plan_or_mesh if mesh is None else mesh
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
+    request = arguments.read("place", mesh, rules, *options)
     return place_tree(tree, request, owned=owned)
 
 
@@ -100,14 +94,8 @@ def name_to_name_device_put(
     >>> name_to_name_device_put(pz.nx.ones({"a": 8}), mesh, {"a": "bar"}).data_array.sharding.spec
     P('bar',)
     """
-    request = arguments.read(
-        "name_to_name_device_put",
-        mesh,
-        rules,
-        axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-    )
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed
+    request = arguments.read("name_to_name_device_put", mesh, rules, *options)
     return place_tree(tree, request)
 
 

@@ -73,15 +73,8 @@ def sharded_init(
     P('data',)
     """
     _check_initializer("sharded_init", initializer, args)
-    request = arguments.read(
-        "sharded_init",
-        mesh,
-        rules,
-        axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-    )
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
+    request = arguments.read("sharded_init", mesh, rules, *options)
     check_devices(request)
     build, structures = _prepare("sharded_init", initializer, args, kwargs)
     # Functions under jax.jit keep the mesh in force, which must have Auto axes where they run.

@@ -15,7 +15,7 @@ from penzai_shard.errors import MeshError, Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text, same_devices
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.readers.reader import find_refusal
-from penzai_shard.rules import AxisRules, OnIndivisible
+from penzai_shard.rules import AxisRules, OnIndivisible, check_option
 
 OnUnnamed = Literal["error", "replicate", "infer"]
 
@@ -48,7 +48,6 @@ def read(
     mesh: Any,
     rules: Any = None,
     axis_name_to_mesh_name: Any = None,
-    *,
     on_indivisible: Any = "error",
     on_unnamed: Any = "error",
     plan: Any = None,
@@ -74,8 +73,8 @@ def read(
     has_options = (on_indivisible, on_unnamed) != ("error", "error")
     _refuse_mistakes(called, mesh, rules, axis_name_to_mesh_name, plan, has_options)
     rules = axis_name_to_mesh_name if rules is None else rules
-    _check_option(called, "on_indivisible", on_indivisible, get_args(OnIndivisible))
-    _check_option(called, "on_unnamed", on_unnamed, get_args(OnUnnamed))
+    check_option(called, "on_indivisible", on_indivisible, get_args(OnIndivisible))
+    check_option(called, "on_unnamed", on_unnamed, get_args(OnUnnamed))
     if plan is None:
         twin, read_rules = auto_twin(mesh), AxisRules(rules)
         read_rules.on(twin.shape)
@@ -118,12 +117,6 @@ def _refuse_mistakes(
     refuse(inspect.isfunction(given), what, f"Write {name}().")
     lacks_mesh = plan is None if mesh is None else not isinstance(mesh, Mesh | AbstractMesh)
     refuse(lacks_mesh, f"a mesh is needed, not {reprlib.repr(mesh)}", make_mesh)
-
-
-def _check_option(called: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        fix = f"Write one of {', '.join(map(repr, allowed))}."
-        raise RuleTypeError(f"{called}:", [Problem("", f"{name} is {value!r}", fix)])
 
 
 def check_tree(called: str, tree: Any) -> None:

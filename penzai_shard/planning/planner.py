@@ -64,14 +64,8 @@ def make_plan(
     array  logical axes/mesh axes        dtype    per device  reason
     up     embed=64/data, mlp=256/model  float32     8.0 KiB  'embed' -> 'data'; 'mlp' -> 'model'
     """
-    request = arguments.read(
-        "make_plan",
-        mesh,
-        rules,
-        axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-    )
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed
+    request = arguments.read("make_plan", mesh, rules, *options)
     return plan_tree(tree, request)
 
 

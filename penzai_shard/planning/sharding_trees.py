@@ -62,14 +62,8 @@ def name_to_name_sharding(
     >>> shardings["one"].data_array.spec, shardings["two"].data_array.spec
     (P('bar', 'foo'), P('bar',))
     """
-    request = arguments.read(
-        "name_to_name_sharding",
-        mesh,
-        rules,
-        axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-    )
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed
+    request = arguments.read("name_to_name_sharding", mesh, rules, *options)
     if ignore_unnamed_arrays:
         request = dataclasses.replace(request, on_unnamed="infer")
     if as_shape_dtype_struct:

@@ -1,20 +1,11 @@
 """Reads Haliax's named arrays, whose axes know their name and their length."""
 
-import dataclasses
 from typing import Any
 
 from haliax.axis import Axis
 from haliax.core import NamedArray
 
-from penzai_shard.readers.reader import Content
-
-
-@dataclasses.dataclass(frozen=True)
-class _Template:
-    names: tuple[str, ...]
-    # Of an optimizer's statistic: the lengths of its parameter.
-    fixed_sizes: tuple[int, ...] | None
-    sizes: tuple[int, ...] = dataclasses.field(compare=False, repr=False)
+from penzai_shard.readers.reader import AxisSizes, Content
 
 
 class _NamedArrays:
@@ -29,17 +20,16 @@ class _NamedArrays:
         shape = getattr(node.array, "shape", None)
         if shape is None or tuple(shape) == sizes:
             given = sizes if shape is None else None
-            return Content(node.array, _Template(names, None, sizes), names, given)
-        return Content(node.array, _Template(names, sizes, sizes), names, sizes)
+            return Content(node.array, AxisSizes(names, None, sizes), names, given)
+        return Content(node.array, AxisSizes(names, sizes, sizes), names, sizes)
 
-    def close(self, template: _Template, data: Any) -> Any:
-        sizes, shape = template.sizes, getattr(data, "shape", None)
-        if template.fixed_sizes is None and shape is not None and len(shape) == len(sizes):
-            sizes = tuple(shape)
+    def close(self, template: AxisSizes, data: Any) -> Any:
         # Past the constructor, which refuses data that is no array.
         node = object.__new__(NamedArray)
         object.__setattr__(node, "array", data)
-        axes = tuple(Axis(name, size) for name, size in zip(template.names, sizes, strict=True))
+        axes = tuple(
+            Axis(name, size) for name, size in zip(template.names, template.of(data), strict=True)
+        )
         object.__setattr__(node, "axes", axes)
         return node
 

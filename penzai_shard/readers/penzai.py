@@ -14,18 +14,9 @@ import jax
 from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
-from penzai_shard.readers.reader import Content
+from penzai_shard.readers.reader import AxisSizes, Content
 
 _V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
-
-
-@dataclasses.dataclass(frozen=True)
-class _ArrayTemplate:
-    names: tuple[Any, ...]
-    # Of a statistic: the lengths of its parameter, which are part of what it is.
-    fixed_sizes: tuple[int, ...] | None
-    # Inside jax.shard_map an array has local lengths and is the same array all the same.
-    sizes: tuple[int, ...] = dataclasses.field(compare=False, repr=False)
 
 
 class _NamedArrays:
@@ -40,16 +31,14 @@ class _NamedArrays:
         shape = getattr(data, "shape", None)
         if shape is None or tuple(shape[max(len(shape) - len(sizes), 0) :]) != sizes:
             fixed = None if shape is None and jax.tree_util.all_leaves([data]) else sizes
-            return Content(data, _ArrayTemplate(names, fixed, sizes), names, sizes)
+            return Content(data, AxisSizes(names, fixed, sizes), names, sizes)
         front = (None,) * (len(shape) - len(names))
-        return Content(data, _ArrayTemplate(names, None, sizes), front + names)
+        return Content(data, AxisSizes(names, None, sizes), front + names)
 
-    def close(self, template: _ArrayTemplate, data: Any) -> Any:
-        sizes, shape = template.sizes, getattr(data, "shape", None)
-        if template.fixed_sizes is None and shape is not None and len(shape) >= len(sizes):
-            sizes = tuple(shape[len(shape) - len(sizes) :])
+    def close(self, template: AxisSizes, data: Any) -> Any:
         # Past the constructor, which refuses data that is no array.
         node = object.__new__(pz.nx.NamedArray)
+        sizes = template.of(data)
         node.__dict__["named_axes"] = OrderedDict(zip(template.names, sizes, strict=True))
         node.__dict__["data_array"] = data
         return node
@@ -187,9 +176,7 @@ def make_named(array: Any, names: Sequence[Any]) -> Any:
     front = next((dim for dim, name in enumerate(names) if name is not None), len(names))
     shape = tuple(array.shape)
     if None not in names[front:]:
-        return _NamedArrays().close(
-            _ArrayTemplate(tuple(names[front:]), None, shape[front:]), array
-        )
+        return _NamedArrays().close(AxisSizes(tuple(names[front:]), None, shape[front:]), array)
     dims = tuple((name, dim) for dim, name in enumerate(names) if name is not None)
     positions = tuple(dim for dim, name in enumerate(names) if name is None)
     return _NamedArrayViews().close(_ViewTemplate(tuple(names), dims, positions, shape), array)

@@ -64,6 +64,27 @@ class Content:
     note: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class AxisSizes:
+    """The template of a node that keeps names with their lengths, and what lengths it has.
+
+    Attributes:
+        names: The names.
+        fixed: Of a statistic, the lengths of its parameter, which are part of what it is.
+        sizes: The lengths. Inside ``jax.shard_map`` an array has local ones and is the same array.
+    """
+
+    names: tuple[Any, ...]
+    fixed: tuple[int, ...] | None
+    sizes: tuple[int, ...] = dataclasses.field(compare=False, repr=False)
+
+    def of(self, data: Any) -> tuple[int, ...]:
+        """The lengths that the names have in other data, whose last dimensions they are."""
+        shape, rank = getattr(data, "shape", None), len(self.sizes)
+        is_known = self.fixed is None and shape is not None and len(shape) >= rank
+        return tuple(shape[len(shape) - rank :]) if is_known else self.sizes
+
+
 class Reader(Protocol):
     """Opens and closes the nodes of one library.
 
@@ -130,15 +151,12 @@ def register_reader(reader: Reader) -> None:
         fix = f"Give an object with {', '.join(needs)}."
         raise RuleTypeError("register_reader:", [Problem("", f"{reader!r} {has}", fix)])
     _registered.insert(0, reader)
-    _reader_of.cache_clear()
-    _is_module.cache_clear()
+    _read_type.cache_clear()
 
 
 def reader_of(kind: type) -> Reader | None:
     """The reader of the nodes of a type, or None."""
-    if kind.__module__ in _PLAIN_MODULES:
-        return None
-    return _reader_of(kind, len(sys.modules))
+    return None if kind.__module__ in _PLAIN_MODULES else _read_type(kind, len(sys.modules))[0]
 
 
 def is_node(value: Any) -> bool:
@@ -148,9 +166,7 @@ def is_node(value: Any) -> bool:
 
 def is_module(kind: type) -> bool:
     """Whether Python numbers in nodes of a type are settings of a module, and no arrays."""
-    if kind.__module__ in _PLAIN_MODULES:
-        return False
-    return _is_module(kind, len(sys.modules))
+    return kind.__module__ not in _PLAIN_MODULES and _read_type(kind, len(sys.modules))[1]
 
 
 def _active() -> list[Reader]:
@@ -162,18 +178,11 @@ def _active() -> list[Reader]:
 
 # Asked of every node of every tree. The number of modules tells that there may be a new library.
 @functools.lru_cache(maxsize=4096)
-def _reader_of(kind: type, modules: int) -> Reader | None:
-    return next((reader for reader in _active() if reader.reads(kind)), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_module(kind: type, modules: int) -> bool:
-    known = (
-        getattr(sys.modules[library], name)
-        for library, name in _MODULE_TYPES.items()
-        if library in sys.modules
-    )
-    return issubclass(kind, tuple(known))
+def _read_type(kind: type, modules: int) -> tuple[Reader | None, bool]:
+    imported = [pair for pair in _MODULE_TYPES.items() if pair[0] in sys.modules]
+    known = tuple(getattr(sys.modules[library], name) for library, name in imported)
+    reader = next((reader for reader in _active() if reader.reads(kind)), None)
+    return reader, issubclass(kind, known)
 
 
 def find_refusal(tree: Any) -> tuple[str, str] | None:
