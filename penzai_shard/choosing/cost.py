@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penzai_shard.arrays.structure import Leaf
@@ -18,10 +18,6 @@ from penzai_shard.propagation.flat import BARRIER, LOOP, Operation
 
 _GATHER, _SLICE, _REDUCE = "sdy.all_gather", "sdy.all_slice", "sdy.all_reduce"
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
-_COLLECTIVES = frozenset(
-    f"sdy.{name}"
-    for name in ("all_gather", "all_reduce", "all_slice", "all_to_all", "collective_permute")
-)
 _CONSTANTS = ("sdy.constant", "stablehlo.constant", "stablehlo.iota")
 _BROADCAST, _UPDATE = "stablehlo.broadcast_in_dim", "stablehlo.dynamic_update_slice"
 # They give what they take in another form.
@@ -212,8 +208,8 @@ class _Traffic:
         self.lines: dict[Any, float] = collections.defaultdict(float)
         self._program = program
         self._gathered: set[Any] = set()
-        self._parameters = {
-            tuple(sorted(leaf.shape)): leaf
+        self._names: dict[tuple[int, ...], tuple[Any, ...]] = {
+            tuple(sorted(leaf.shape)): tuple(leaf.names or ())
             for leaf in program.arguments.values()
             if _first_piece(leaf) == "params"
         }
@@ -221,7 +217,7 @@ class _Traffic:
     def add(self, each: Operation, times: int) -> None:
         """Adds a collective that runs some times."""
         program, operand = self._program, each.operands[0]
-        origin = self._find_origin(operand, _FORM)
+        origin = self._find_origin(operand)
         if self._is_constant(origin):
             return
         # Compilers take out of a loop what is the same in each turn, and merge equal gathers.
@@ -237,16 +233,17 @@ class _Traffic:
         for axes, size in self._find_bytes(each):
             self.lines[*reason, axes] += size * count
 
-    def _find_origin(self, value: int, kinds: Collection[str]) -> int:
-        """The value that a value is another form of."""
-        makers = self._program.makers
-        while (maker := makers.get(value)) is not None and maker.kind in kinds:
+    def _find_origin(self, value: int, *, moved: bool = False) -> int:
+        """The value that a value is another form of, or that was moved before."""
+        while (maker := self._program.makers.get(value)) is not None and (
+            maker.kind in _FORM or (moved and (maker.kind == BARRIER or maker.mesh_axes))
+        ):
             value = maker.operands[maker.results.index(value)]
         return value
 
     def _is_constant(self, value: int) -> bool:
         """Whether a value is made of constants or of one number, which nobody has to send."""
-        maker = self._program.makers.get(self._find_origin(value, _FORM))
+        maker = self._program.makers.get(self._find_origin(value))
         if maker is not None and maker.kind == _BROADCAST:
             source = maker.operands[0]
             return not self._program.values[source].shape or self._is_constant(source)
@@ -255,16 +252,17 @@ class _Traffic:
     def _describe(self, each: Operation) -> tuple[str, tuple[Any, ...]]:
         """What is moved, and its logical axes if they are known."""
         program, phase = self._program, _find_phase(each)
-        origin = self._find_origin(each.operands[0], {*_FORM, *_COLLECTIVES, BARRIER})
-        if (leaf := program.arguments.get(origin)) is not None:
+        leaf = program.arguments.get(self._find_origin(each.operands[0], moved=True))
+        if leaf is not None:
             what = {"params": "parameter", "opt_state": "optimizer"}.get(_first_piece(leaf))
             return what or "activation", tuple(leaf.names or ())
+        # A gradient has the dimensions of its parameter, in some order.
         shape = tuple(sorted(program.values[each.results[0]].shape))
-        alike = self._parameters.get(shape)
-        names = tuple(alike.names or ()) if alike is not None else ()
+        alike = self._names.get(shape)
         if phase == "update":
-            return "parameter" if each.kind == _GATHER else "gradient", names
-        return ("gradient", names) if phase == "backward" and alike else ("activation", ())
+            return "parameter" if each.kind == _GATHER else "gradient", alike or ()
+        is_gradient = phase == "backward" and alike is not None
+        return ("gradient", alike or ()) if is_gradient else ("activation", ())
 
     def _find_bytes(self, each: Operation) -> list[tuple[tuple[str, ...], float]]:
         """What one device sends, by mesh axes."""

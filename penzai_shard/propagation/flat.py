@@ -52,14 +52,6 @@ _FIRST, _LAST = -1, 1 << 62
 _TERMINATORS = ("func.return", "sdy.return", "stablehlo.return")
 _MANUAL = "sdy.manual_computation"
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
-# Of each collective of Shardy the attribute that says over which mesh axes devices exchange.
-_EXCHANGED = {
-    "sdy.all_gather": "gathering_axes",
-    "sdy.all_reduce": "reduction_axes",
-    "sdy.all_slice": "slicing_axes",
-    "sdy.all_to_all": "params",
-    "sdy.reduce_scatter": "reduce_scatter_axes",
-}
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 _STEP = re.compile(r"step-(\d+) = \[(.*?\})\]\}")
 _EDGE = re.compile(r'"([^"]+)"(\S*) = (operand|result)-(\d+) -> \[([^]]*)\]')
@@ -468,10 +460,14 @@ class _Reader:
         self, kind: str, attributes: Mapping[str, Mlir], values: Sequence[int]
     ) -> tuple[str, ...]:
         axes: Iterable[str] = ()
-        if kind in _EXCHANGED:
-            axes = map("".join, _AXIS.findall(str(attributes[_EXCHANGED[kind]])))
-        elif kind == "sdy.collective_permute":
+        if kind == "sdy.collective_permute":
             axes = (axis for n in values for own in self.values[n].spec or () for axis in own)
+        elif kind.startswith("sdy."):
+            # Such as gathering_axes, and params of an all-to-all.
+            names = [name for name in attributes if name.endswith("_axes") or name == "params"]
+            axes = (
+                "".join(each) for name in names for each in _AXIS.findall(str(attributes[name]))
+            )
         return tuple(dict.fromkeys(axes))
 
     def _emit(self, **fields: Any) -> None:

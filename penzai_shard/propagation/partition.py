@@ -149,7 +149,7 @@ def _lay_out_as_xla(product: Mlir) -> None:
     rule = read_rule(product.attributes["sdy.sharding_rule"])
     factors = (*rule.operands, *rule.results)
     specs = [read_spec(sharding)[0] for sharding in shardings]
-    moved: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}
+    moved = list(shardings)
     for axis in dict.fromkeys(axis for spec in specs for axes in spec for axis in axes):
         split = [_find_factor(axis, spec, own) for spec, own in zip(specs, factors, strict=True)]
         if None in split or ":" in axis or len({*split}) == 1:
@@ -161,20 +161,17 @@ def _lay_out_as_xla(product: Mlir) -> None:
         else:
             number = 1 if result == left else 0 if result == right else None
         if number is not None:
-            moved[number].add(axis)
-    for number, value in enumerate(product.operands):
-        if moved[number]:
-            sharding = _without(shardings[number], moved[number])
-            added = sdy.ReshardOp(
-                value, sharding, loc=product.location, ip=ir.InsertionPoint(product)
-            )
+            moved[number] = _without(moved[number], axis)
+    location, value = product.location, product.results[0]
+    for number, operand in enumerate(product.operands):
+        if moved[number] is not shardings[number]:
+            before = ir.InsertionPoint(product)
+            added = sdy.ReshardOp(operand, moved[number], loc=location, ip=before)
             product.operands[number] = added.result
-    if moved[2]:
-        sharding = _without(shardings[2], moved[2])
-        product.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get([sharding])
+    if moved[2] is not shardings[2]:
+        product.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get([moved[2]])
         behind = ir.InsertionPoint.after(product)
-        value = product.results[0]
-        added = sdy.ReshardOp(value, shardings[2], loc=product.location, ip=behind)
+        added = sdy.ReshardOp(value, shardings[2], loc=location, ip=behind)
         value.replace_all_uses_except(added.result, added.operation)
 
 
@@ -196,10 +193,10 @@ def _find_sharding(value: Mlir) -> Mlir:
     return owner.attributes.get("sharding")
 
 
-def _without(sharding: Mlir, axes: set[str]) -> Mlir:
+def _without(sharding: Mlir, axis: str) -> Mlir:
     attribute = sdy.TensorShardingAttr(sharding)
     dims = []
     for dim in map(sdy.DimensionShardingAttr, attribute.dimension_shardings):
-        kept = [axis for axis in dim.axes if sdy.AxisRefAttr(axis).name not in axes]
+        kept = [own for own in dim.axes if sdy.AxisRefAttr(own).name != axis]
         dims.append(sdy.DimensionShardingAttr.get(kept, is_closed=True))
     return sdy.TensorShardingAttr.get(attribute.mesh_or_ref, dims)
