@@ -3,18 +3,26 @@
 Each imports what it runs when it is called: the demo chooses its devices before JAX is imported.
 """
 
+import dataclasses
 import os
 import pathlib
+import sys
+from typing import Any
 
 import click
 
 _RELAXED = click.Choice(["error", "replicate"])
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_ALL = click.option("--all", "show_all", is_flag=True, help="A row for each array of equal blocks.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="penzai-shard")
 def penzai_shard() -> None:
-    """Lay JAX models over a mesh by axis name, and read the layout before anything runs."""
+    """Lay JAX models over a mesh by axis name, and read the layout before anything runs.
+
+    With --debug errors show where they come from.
+    """
 
 
 @penzai_shard.command()
@@ -23,10 +31,9 @@ def penzai_shard() -> None:
 @click.option("--rules", help="embedding=data,neurons=model, a preset, or file.py:NAME.")
 @click.option("--on-indivisible", type=_RELAXED, default="error", help="For lengths.")
 @click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def plan(debug: bool, **options: object) -> None:
+@_JSON
+@_ALL
+def plan(**options: object) -> None:
     """Print where every array of MODEL lies.
 
     MODEL is a published name such as llama-3-70b, the path of a config.json, or file.py:name or
@@ -45,10 +52,8 @@ def plan(debug: bool, **options: object) -> None:
 @click.option("--batch", help="file.py:NAME of what the model is called with, or of what makes it.")
 @click.option("--on-indivisible", type=_RELAXED, default="error", help="For lengths.")
 @click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def lint(context: click.Context, /, debug: bool, **options: object) -> None:
+@_JSON
+def lint(**options: object) -> None:
     """Print what is probably a mistake or a waste in how MODEL is laid out.
 
     MODEL is as for "plan"; file.py:NAME of --rules may be a layout. The exit status is 1 if
@@ -56,7 +61,7 @@ def lint(context: click.Context, /, debug: bool, **options: object) -> None:
     """
     from penzai_shard.cli.lint import print_lint
 
-    context.exit(int(not print_lint(**options)))  # type: ignore[arg-type]
+    sys.exit(int(not print_lint(**options)))  # type: ignore[arg-type]
 
 
 @penzai_shard.command()
@@ -68,8 +73,7 @@ def lint(context: click.Context, /, debug: bool, **options: object) -> None:
     help="Write the step's lock to this file; - prints it.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Each array and collective, not layers only.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def price(step: str, lock: str | None, show_all: bool, debug: bool) -> None:
+def price(step: str, lock: str | None, show_all: bool) -> None:
     """Print the memory and the collectives of STEP, which is not run.
 
     STEP is file.py:name or module:name, of a function without arguments that returns what
@@ -89,10 +93,9 @@ def price(step: str, lock: str | None, show_all: bool, debug: bool) -> None:
 @click.option("--keep", default="", help="What is decided: batch=data,heads=.")
 @click.option("--optimizer", default="adamw", help="A name in optax, or file.py:NAME.")
 @click.option("--loss", help="file.py:NAME of a loss; without, next tokens are predicted.")
-@click.option("--json", "as_json", is_flag=True, help="Print the layouts as JSON.")
 @click.option("--out", type=click.Path(dir_okay=False), help="Write the best to this TOML file.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def choose(debug: bool, **options: object) -> None:
+@_JSON
+def choose(**options: object) -> None:
     """Print the layouts for training MODEL that fit, the best first.
 
     MODEL is as for "plan". The exit status is 1 if no layout fits.
@@ -106,9 +109,7 @@ def choose(debug: bool, **options: object) -> None:
 @click.argument("base")
 @click.argument("head")
 @click.option("--tolerance", default=0.05, help="By which fraction bytes may differ.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def bill(context: click.Context, base: str, head: str, tolerance: float, debug: bool) -> None:
+def bill(base: str, head: str, tolerance: float) -> None:
     """Print as Markdown what differs between two locks: BASE and HEAD.
 
     The locks are files of "penzai-shard price --json". The exit status is 1 if something grew.
@@ -118,7 +119,7 @@ def bill(context: click.Context, base: str, head: str, tolerance: float, debug: 
 
     text, grew = write_bill(ShardingLock.load(base), ShardingLock.load(head), tolerance)
     print(text)
-    context.exit(int(grew))
+    sys.exit(int(grew))
 
 
 @penzai_shard.group()
@@ -126,52 +127,44 @@ def checkpoint() -> None:
     """Look at checkpoints and safetensors files."""
 
 
+def _print_report(report: Any, as_json: bool, show_all: bool) -> None:
+    """Prints a report as a table or as JSON; its truth value is the exit status."""
+    print(report.to_json() if as_json else dataclasses.replace(report, collapse=not show_all))
+    sys.exit(int(not report))
+
+
 @checkpoint.command()
 @click.argument("path")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def show(path: str, as_json: bool, show_all: bool, debug: bool) -> None:
+@_JSON
+@_ALL
+def show(path: str, **options: bool) -> None:
     """Print what PATH holds: a checkpoint, safetensors files, or the folder of a run."""
     from penzai_shard.checkpoints.reports import describe_checkpoint
-    from penzai_shard.cli.checkpoint import print_report
 
-    print_report(describe_checkpoint(path), as_json, show_all)
+    _print_report(describe_checkpoint(path), **options)
 
 
 @checkpoint.command()
 @click.argument("first")
 @click.argument("second")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def compare(
-    context: click.Context, first: str, second: str, as_json: bool, show_all: bool, debug: bool
-) -> None:
+@_JSON
+@_ALL
+def compare(first: str, second: str, **options: bool) -> None:
     """Print in what two checkpoints differ. The exit status is 1 if they do."""
     from penzai_shard.checkpoints.reports import compare_checkpoints
-    from penzai_shard.cli.checkpoint import print_report
 
-    report = compare_checkpoints(first, second)
-    print_report(report, as_json, show_all)
-    context.exit(int(not report))
+    _print_report(compare_checkpoints(first, second), **options)
 
 
 @checkpoint.command()
 @click.argument("path")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def verify(context: click.Context, path: str, as_json: bool, show_all: bool, debug: bool) -> None:
+@_JSON
+@_ALL
+def verify(path: str, **options: bool) -> None:
     """Read every number of PATH. The exit status is 1 if some are not as they were saved."""
     from penzai_shard.checkpoints.reports import verify_checkpoint
-    from penzai_shard.cli.checkpoint import print_report
 
-    report = verify_checkpoint(path)
-    print_report(report, as_json, show_all)
-    context.exit(int(not report))
+    _print_report(verify_checkpoint(path), **options)
 
 
 @penzai_shard.command()

@@ -3,6 +3,7 @@
 The text is Python's own help pages, read by a small transformer of Penzai letter by letter.
 """
 
+import itertools
 import pathlib
 import pydoc_data.topics
 import tempfile
@@ -106,11 +107,8 @@ def _draw_batches(text: np.ndarray) -> Iterator[pz.nx.NamedArray]:
 
 def _loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Nats per letter, of the letters that follow."""
-    del rng
     logits = model(tokens[{"seq": pz.slice[:-1]}])
-    log_probs = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary")).tag("vocabulary")
-    right = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
-    loss = -right.untag("batch", "seq").unwrap().mean()
+    loss = pzs.cross_entropy(logits, tokens[{"seq": pz.slice[1:]}])
     return loss, state, {"loss": loss}
 
 
@@ -118,15 +116,13 @@ def _train(model: Any, mesh: Any) -> Any:
     step = pzs.build_train_step_fn(_loss, donate_params_and_state=True)
     state = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
     losses: list[float] = []
-    batches = _draw_batches(_read_text())
+    batches = itertools.islice(_draw_batches(_read_text()), _STEPS)
     with progress(_STEPS, "steps") as bar:
         for batch in batches:
             tokens = pzs.shard_batch(batch, mesh, {"batch": "data"})
             state, aux = step(state, tokens=tokens)
             losses.append(float(aux["loss"]))
             bar.advance()
-            if len(losses) == _STEPS:
-                break
     first, last = losses[0], np.mean(losses[-10:])
     _say(4, f"trained {_STEPS} steps: from {first:.2f} to {last:.2f} nats per letter")
     return state

@@ -115,14 +115,13 @@ def read_mesh(text: str) -> AnyMesh:
         MeshError: It cannot be read.
     """
     text = re.sub(r"\s", "", text)
-    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
-        problem = Problem("", f"{text!r} is no mesh", "Write --mesh data=4,model=2.")
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", text)}
+    # What was not read, and an axis that is named twice.
+    if text != ",".join(f"{name}={size}" for name, size in sizes.items()):
+        what = f"{text!r} is no mesh with axes of different names"
+        problem = Problem("", what, "Write --mesh data=4,model=2.")
         raise MeshError("cannot read the command:", [problem])
-    sizes = [part.split("=") for part in text.split(",")]
-    if len({name for name, _ in sizes}) < len(sizes):
-        problem = Problem("", f"{text!r} names a mesh axis twice", "Write --mesh data=4,model=2.")
-        raise MeshError("cannot read the command:", [problem])
-    return make_mesh({name: int(size) for name, size in sizes}, abstract=True)
+    return make_mesh(sizes, abstract=True)
 
 
 def read_rules(text: str | None) -> AxisRules:

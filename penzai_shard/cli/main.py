@@ -15,7 +15,8 @@ def main() -> NoReturn:
         require("click", "cli")
         from penzai_shard.cli.commands import penzai_shard
 
-        penzai_shard(prog_name="penzai-shard", standalone_mode=True)
+        arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+        penzai_shard(arguments, prog_name="penzai-shard")
     except (ShardingError, MissingExtraError) as error:
         if "--debug" in sys.argv:
             raise

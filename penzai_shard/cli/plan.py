@@ -1,6 +1,7 @@
 """Plans a model from the command line, without making its arrays."""
 
 import json
+from typing import Any
 
 from penzai_shard.cli import inputs
 from penzai_shard.errors import PlanError
@@ -9,26 +10,15 @@ from penzai_shard.planning.planner import examine
 
 
 def print_plan(
-    model: str,
-    mesh: str,
-    rules: str | None,
-    on_indivisible: str,
-    on_unnamed: str,
-    as_json: bool,
-    show_all: bool,
+    model: str, mesh: str, rules: str | None, as_json: bool, show_all: bool, **modes: Any
 ) -> None:
     """Prints a plan as a table or as JSON.
 
     Raises:
         PlanError: Some arrays have no valid layout. As JSON, the problems stand in it.
     """
-    request = arguments.read(
-        "plan",
-        inputs.read_mesh(mesh),
-        inputs.read_rules(rules),
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-    )
+    given = inputs.read_mesh(mesh), inputs.read_rules(rules)
+    request = arguments.read("plan", *given, **modes)
     plan, problems, doubts = examine(inputs.read_model(model), request)
     if as_json:
         data = plan.to_data()
