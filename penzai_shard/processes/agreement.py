@@ -1,8 +1,8 @@
 """Has all processes of a job agree: that a call failed, what the first one found, when to stop.
 
-An agreement is a round: each process says something, the first one decides, and all get the
-decision, in about two milliseconds. Rounds are counted for each thread name, so that the thread
-that makes batches and the one that trains do not mix.
+An agreement is a round: each process says something, and the first one tells all what was said, or
+what is wrong, in about two milliseconds. Rounds are counted for each thread name, so that the
+thread that makes batches and the one that trains do not mix.
 """
 
 import collections
@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +80,7 @@ def on_first(what: str, function: Callable[[], Any]) -> Any:
     with together(what):
         if jax.process_index() == 0:
             text = json.dumps(function())
-    return json.loads(_agree(what, text))
+    return json.loads(_agree(what, text)[0])
 
 
 def any_process(flag: bool, asked: str = "any_process") -> bool:
@@ -100,7 +99,7 @@ def any_process(flag: bool, asked: str = "any_process") -> bool:
     >>> any_process(False), any_process(True)
     (False, True)
     """
-    return bool(_agree(asked, bool(flag), any))
+    return any(_agree(asked, bool(flag)))
 
 
 def gather(asked: str, value: Any) -> list[Any]:
@@ -116,7 +115,7 @@ def gather(asked: str, value: Any) -> list[Any]:
     >>> gather("asking where batches end", 7)
     [7]
     """
-    return list(_agree(asked, value, list))
+    return _agree(asked, value)
 
 
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
@@ -131,8 +130,8 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
     """
     # The count is part of the call's name: another one is another call.
     called = f"sum_over_processes of {len(numbers)} numbers"
-    own = [int(number) for number in numbers]
-    return list(_agree(called, own, lambda rows: [*map(sum, zip(*rows, strict=True))]))
+    rows = _agree(called, [int(number) for number in numbers])
+    return [*map(sum, zip(*rows, strict=True))]
 
 
 def refuse_differences(what: str, texts: Mapping[str, str]) -> None:
@@ -152,46 +151,32 @@ def refuse_differences(what: str, texts: Mapping[str, str]) -> None:
         return
     # Texts of thousands of arrays are sent only if they differ.
     digest = hashlib.blake2b(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
-    if not _agree(what, digest, lambda said: len(set(said)) > 1):
+    if len({*_agree(what, digest)}) == 1:
         return
+    said = _agree(what, dict(texts))
     problems = Problems(f"{what} got what differs between processes:")
-    for key, difference in _agree(what, dict(texts), _find_differences):
-        problems.add(key, difference, _SAME_VALUES)
-    problems.raise_if_any(ShardingError)
-
-
-def _find_differences(said: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Each key whose texts differ, with who says what."""
-    found = []
     for key in dict.fromkeys(key for texts in said for key in texts):
         processes_of: dict[str | None, list[str]] = {}
-        for process, texts in enumerate(said):
-            processes_of.setdefault(texts.get(key), []).append(f"process {process}")
+        for process, own in enumerate(said):
+            processes_of.setdefault(own.get(key), []).append(f"process {process}")
         if len(processes_of) > 1:
             views = [
                 f"{fold_paths(processes)} has {'nothing' if text is None else f'{text!r:.120}'}"
                 for text, processes in processes_of.items()
             ]
-            found.append((key, ", ".join(views)))
-    return found
+            problems.add(key, ", ".join(views), _SAME_VALUES)
+    problems.raise_if_any(ShardingError)
 
 
 # A round
 
 
-def _agree(
-    what: str,
-    said: Any = None,
-    decide: Callable[[list[Any]], Any] = operator.itemgetter(0),
-    error: Exception | None = None,
-) -> Any:
-    """What the first process decides from what each process says.
+def _agree(what: str, said: Any = None, error: Exception | None = None) -> list[Any]:
+    """What each process says, in their order.
 
     Args:
         what: The name of the call, the same in all processes.
         said: What this process says; JSON holds it.
-        decide: Gives the decision, which JSON holds too, for what all said in their order; by
-            default what the first one said. It must not fail.
         error: What this process failed with, which the caller then raises.
 
     Raises:
@@ -199,7 +184,7 @@ def _agree(
     """
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
-        return decide([said])
+        return [said]
     thread = f"penzai_shard/{threading.current_thread().name}"
     number = next(_rounds[thread])
     topic = f"{thread}/{number}"
@@ -207,8 +192,12 @@ def _agree(
     messages.send(f"{topic}/{me}", json.dumps(mine))
 
     if me == 0:
-        heard = [mine, *_hear_others(topic, count)]
-        decision = _decide(what, heard, decide)
+        heard: list[dict[str, Any] | None] = [mine]
+        end = time.monotonic() + PATIENCE_SECONDS
+        for process in range(1, count):
+            text = messages.receive(f"{topic}/{process}", end - time.monotonic())
+            heard.append(None if text is None else json.loads(text))
+        decision = _decide(what, heard)
         messages.send(f"{topic}/decision", json.dumps(decision))
         if number and None not in heard:
             # Whoever is in this round has read the decision of the one before.
@@ -218,7 +207,7 @@ def _agree(
         text = messages.receive(f"{topic}/0", PATIENCE_SECONDS) and messages.receive(
             f"{topic}/decision", PATIENCE_SECONDS + 10
         )
-        decision = json.loads(text) if text else _decide(what, [None], decide)
+        decision = json.loads(text) if text else _decide(what, [None])
 
     # All processes raise now: their own error, or that of another.
     if error is not None:
@@ -227,21 +216,11 @@ def _agree(
         error_elsewhere = _make_error(decision["failure"])
         vars(error_elsewhere)[_IS_SHARED] = True
         raise error_elsewhere
-    return decision.get("value")
+    return list(decision.get("said", ()))
 
 
-def _hear_others(topic: str, count: int) -> list[dict[str, Any] | None]:
-    """What the other processes say, None for those that do not come."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    keys = [f"{topic}/{process}" for process in range(1, count)]
-    texts = [messages.receive(key, end - time.monotonic()) for key in keys]
-    return [None if text is None else json.loads(text) for text in texts]
-
-
-def _decide(
-    what: str, heard: Sequence[dict[str, Any] | None], decide: Callable[[list[Any]], Any]
-) -> dict[str, Any]:
-    """The decision, or the failure that all processes are to raise."""
+def _decide(what: str, heard: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """What all have said, or the failure that all processes are to raise."""
     # Others may wait for one that failed in another call, within the block that it has left.
     for process, message in enumerate(heard):
         if message and message["failure"]:
@@ -259,7 +238,7 @@ def _decide(
             problems.add(f"process {process}", f"is in {message['what']!r}", _SAME_CALLS)
     if problems:
         return {"failure": _describe_error(ShardingError(problems.headline, problems))}
-    return {"value": decide([message["said"] for message in heard if message])}
+    return {"said": [message["said"] for message in heard if message]}
 
 
 # Errors on their way to other processes

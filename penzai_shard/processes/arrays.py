@@ -59,9 +59,8 @@ def put(
 
     for index, array in enumerate(arrays):
         if _is_key(array):
-            results[index] = jax.random.wrap_key_data(
-                results[index], impl=jax.random.key_impl(array)
-            )
+            form = jax.random.key_impl(array)
+            results[index] = jax.random.wrap_key_data(results[index], impl=form)
     return results
 
 
