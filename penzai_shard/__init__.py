@@ -23,7 +23,7 @@ _NAMES = {
     "MissingExtraError NonFiniteLossError NothingFitsError PlanError ProgramError PropagationError "
     "RuleTypeError SelectionError ShardingError ShardingWarning TrainingStoppedError",
     "findings.lint": "lint",
-    "findings.subject": "Finding",
+    "findings.set_up": "Finding",
     "fitting.fit": "fit",
     "inspection.compile_ahead": "compile_ahead",
     "inspection.compiling": "collectives compile_step device_memory",

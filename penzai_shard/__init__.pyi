@@ -33,7 +33,7 @@ from penzai_shard.errors import ShardingError as ShardingError
 from penzai_shard.errors import ShardingWarning as ShardingWarning
 from penzai_shard.errors import TrainingStoppedError as TrainingStoppedError
 from penzai_shard.findings.lint import lint as lint
-from penzai_shard.findings.subject import Finding as Finding
+from penzai_shard.findings.set_up import Finding as Finding
 from penzai_shard.fitting.fit import fit as fit
 from penzai_shard.inspection.compile_ahead import compile_ahead as compile_ahead
 from penzai_shard.inspection.compiling import collectives as collectives

@@ -23,14 +23,13 @@ from penzai_shard.arrays.inputs import bound_sharding
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import ShardingError
 from penzai_shard.findings.rules import SEQUENCE_AXES, find_near_names
-from penzai_shard.findings.subject import Finding, Subject, split_axes
+from penzai_shard.findings.set_up import Finding, SetUp, split_axes, table_of
 from penzai_shard.findings.walk import Call, Walk, leaf_text, trace_call
 from penzai_shard.inspection.layer_marks import is_layer, without_marked
 from penzai_shard.layers import constraints
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.shard_mapped import ShardMapped
 from penzai_shard.meshes import mesh_text, same_devices
-from penzai_shard.paths import join_paths
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.rules import AxisRules, Decision, Rule
@@ -59,30 +58,30 @@ class Flows(NamedTuple):
     notes: list[str]
 
 
-def follow_flows(subject: Subject, batch: Any) -> Flows:
+def follow_flows(set_up: SetUp, batch: Any) -> Flows:
     """Looks at the layers of a model that lay out and, with a batch, at what flows through it.
 
     Args:
-        subject: What is looked at.
+        set_up: What is looked at.
         batch: As for ``lint``.
     """
-    model = subject.model.model if isinstance(subject.model, TrainState) else subject.model
+    model = set_up.model.model if isinstance(set_up.model, TrainState) else set_up.model
     findings: list[Finding] = []
     is_laid_out = bool(find_matches(model, _LAYING_OUT))
-    if subject.layout is not None and not (is_laid_out or subject.problems):
+    if set_up.layout is not None and not (is_laid_out or set_up.problems):
         try:
             with warnings.catch_warnings(action="ignore"):
-                model = subject.layout.recipe(model, subject.mesh).apply(model)
+                model = set_up.layout.recipe(model, set_up.mesh).apply(model)
         except ShardingError as error:
             findings += [Finding("misfit", "layout", x.what, x.fix) for x in error.problems]
     matches = find_matches(model, _LAYING_OUT, "inner first")
     pins = [pin for match in matches for pin in _pins(match.before)]
     by_position = [pin for pin in pins if pin.side == "position"]
     names = {x for pin in pins if pin not in by_position for x in pin.rules.logical_axes}
-    used = {axis for pin in pins for axis in pin.mesh_axes}
+    used = {axis for pin in pins for rule in pin.rules.rules for axis in rule.mesh_axes}
 
     if is_laid_out:
-        findings += _find_other_meshes(subject, matches)
+        findings += _find_other_meshes(set_up, matches)
     if batch is None or not is_layer(model):
         why = "no batch was given" if batch is None else "it is no layer of Penzai"
         notes = [f"what flows through the model was not looked at: {why}"]
@@ -93,11 +92,11 @@ def follow_flows(subject: Subject, batch: Any) -> Flows:
     if failures and trace_call(model, batch) is None:
         notes.append(f"what flows was not followed to the end, as {failures[0].what}")
         failures = []
-    arrays = list(_read_batch(subject, batch))
-    follower = _Follower(subject, arrays, is_laid_out)
+    arrays = list(_read_batch(set_up, batch))
+    follower = _Follower(set_up, arrays, is_laid_out)
     follower.follow(walk)
     used |= follower.used
-    findings += [*follower.findings, *_find_whole_batches(subject, arrays, used), *failures]
+    findings += [*follower.findings, *_find_whole_batches(set_up, arrays, used), *failures]
     if by_position:
         notes.append(f"conflicts were not looked for: {by_position[0].kind} pins by position")
     else:
@@ -126,11 +125,6 @@ class _Pin(NamedTuple):
     side: str
     rules: AxisRules
 
-    @property
-    def mesh_axes(self) -> frozenset[str]:
-        """The mesh axes that it splits over."""
-        return frozenset(axis for rule in self.rules.rules for axis in rule.mesh_axes)
-
 
 def _split_by(rules: AxisRules, leaf: Any, mesh: Any) -> _Split:
     """How rules split an array, as far as they fit it."""
@@ -158,9 +152,9 @@ def _pins(layer: Any) -> Iterator[_Pin]:
             yield _Pin(kind, mesh, "inputs", layer.activation_rules)
 
 
-def _find_other_meshes(subject: Subject, matches: Sequence[Match]) -> Iterator[Finding]:
+def _find_other_meshes(set_up: SetUp, matches: Sequence[Match]) -> Iterator[Finding]:
     """Layers for another mesh than that of the model."""
-    mesh = subject.mesh
+    mesh = set_up.mesh
     for match in matches:
         for pin in _pins(match.before):
             if not same_devices(pin.mesh, mesh):
@@ -190,24 +184,22 @@ class _BatchArray(NamedTuple):
     """A named array of the batch.
 
     Attributes:
-        path: Its path.
         leaf: The array.
         counting: The logical axis that counts examples, if one seems to.
         split: How it lies.
         decision: What the rules say of it; None if it is placed already.
     """
 
-    path: str
     leaf: Leaf
     counting: Hashable | None
     split: _Split
     decision: Decision | None
 
 
-def _read_batch(subject: Subject, batch: Any) -> Iterator[_BatchArray]:
-    known, mesh = subject.logical_axes, subject.mesh
-    role = "batch" if subject.layout is None else subject.layout.names.get("batch", "batch")
-    for leaf in leaves_of(batch):
+def _read_batch(set_up: SetUp, batch: Any) -> Iterator[_BatchArray]:
+    known, mesh = set_up.logical_axes, set_up.mesh
+    role = "batch" if set_up.layout is None else set_up.layout.names.get("batch", "batch")
+    for leaf in leaves_of({"batch": batch}):
         names = leaf.names or ()
         # What counts examples no parameter has, and results do not depend on one another.
         others = [name for name in names if name not in known | SEQUENCE_AXES | {None}]
@@ -219,34 +211,35 @@ def _read_batch(subject: Subject, batch: Any) -> Iterator[_BatchArray]:
             # By axes that parameters have, batches are not split.
             plain = [None if name in known else name for name in names] if names else None
             # Nor is it meant to be split along its largest dimension, which may be the sequence.
-            rules = subject.tables[subject.of_activations].rules
+            rules = set_up.tables[set_up.of_activations].rules
             named = AxisRules([r for r in rules if r.logical_axis is not None or not r.mesh_axes])
-            mode = subject.request.on_indivisible
+            mode = set_up.request.on_indivisible
             decision = named.explain(plain, leaf.shape, mesh, on_indivisible=mode)
             spec = decision.spec
         if names:
             split = split_axes(names, spec, mesh)
-            yield _BatchArray(join_paths("batch", leaf.path), leaf, counting, split, decision)
+            yield _BatchArray(leaf, counting, split, decision)
 
 
 def _find_whole_batches(
-    subject: Subject, arrays: Sequence[_BatchArray], used: set[str]
+    set_up: SetUp, arrays: Sequence[_BatchArray], used: set[str]
 ) -> Iterator[Finding]:
     """What of the batch does not divide, and batches of which every device computes all."""
     for array in arrays:
         for own in array.decision.problems if array.decision else ():
-            yield Finding(own.kind, array.path, f"of {leaf_text(array.leaf)}, {own.what}", own.fix)
+            what = f"of {leaf_text(array.leaf)}, {own.what}"
+            yield Finding(own.kind, array.leaf.path, what, own.fix)
 
-    table, sizes = subject.of_activations, subject.mesh.shape
+    table, sizes = set_up.of_activations, set_up.mesh.shape
     # Along a mesh axis of which parameters are only gathered, devices are to compute examples.
-    rules = [rule for own in subject.tables.values() for rule in own.rules]
+    rules = [rule for own in set_up.tables.values() for rule in own.rules]
     by_name = {x for rule in rules if rule.logical_axis is not None for x in rule.mesh_axes}
     gathered = {x for rule in rules for x in rule.mesh_axes} - by_name
-    taken = used | (subject.stored_axes - gathered)
-    is_asked = any(rules.rules for rules in subject.given.values())
+    taken = used | (set_up.stored_axes - gathered)
+    is_asked = any(rules.rules for rules in set_up.given.values())
     for array in arrays if is_asked else ():
         name, names = array.counting, array.leaf.names or ()
-        is_ruled = array.decision is not None and name in subject.tables[table].logical_axes
+        is_ruled = array.decision is not None and name in set_up.tables[table].logical_axes
         if name is None or is_ruled or name in array.split:
             continue
         length = array.leaf.shape[names.index(name)]
@@ -256,9 +249,9 @@ def _find_whole_batches(
             why = "has no rule" if array.decision else "is placed whole"
             what = f"{name!r} of {leaf_text(array.leaf)} {why}: each device computes all of it, "
             what += f"and nothing that flows is split over mesh axis {free[0]!r}"
-            changed = AxisRules({name: free[0]}) | subject.given[table]
-            fix = subject.offer(table, changed) if array.decision else ""
-            yield Finding("whole batch", array.path, what, fix)
+            changed = AxisRules({name: free[0]}) | set_up.given[table]
+            fix = set_up.offer(table, changed) if array.decision else ""
+            yield Finding("whole batch", array.leaf.path, what, fix)
 
 
 # Following
@@ -272,8 +265,8 @@ class _Follower:
         used: The mesh axes that split something that flows.
     """
 
-    def __init__(self, subject: Subject, arrays: Sequence[_BatchArray], is_laid_out: bool) -> None:
-        self.subject, self.mesh = subject, subject.mesh
+    def __init__(self, set_up: SetUp, arrays: Sequence[_BatchArray], is_laid_out: bool) -> None:
+        self.set_up, self.mesh = set_up, set_up.mesh
         self.is_laid_out = is_laid_out
         self.findings: list[Finding] = []
         self.used: set[str] = set()
@@ -285,7 +278,7 @@ class _Follower:
         self._after: dict[int, _Split] = {}
         # By mesh axis, logical axis of parameters and that of what flows.
         self._meetings: dict[tuple[str, Hashable, Hashable], dict[str, tuple[Call, LeafPlan]]] = {}
-        self._rows = {row.path.removeprefix("params/"): row for row in subject.rows}
+        self._rows = {row.path.removeprefix("params/"): row for row in set_up.rows}
         for array in arrays:
             self._note(array.leaf, array.split)
 
@@ -297,7 +290,7 @@ class _Follower:
 
     def follow(self, walk: Walk) -> None:
         """Goes through the calls in their order."""
-        known = {*self.subject.logical_axes, *walk.names}
+        known = {*self.set_up.logical_axes, *walk.names}
         for call, side in walk.events:
             for pin in _pins(call.layer):
                 if same_devices(pin.mesh, self.mesh):
@@ -343,17 +336,18 @@ class _Follower:
             for key in zip(leaf.names or (), leaf.shape, strict=False):
                 axes = self._split.get(key, ())
                 flowing += [(axis, key[0]) for axis in axes if axis not in call.manual]
-        gathers = [x.layer for x in call.chain if isinstance(x.layer, GatherParameters)]
+        gathers = [layer for layer in call.layers if isinstance(layer, GatherParameters)]
         for held in leaves_of(without_marked(call.layer)) if flowing else ():
             row = self._rows.get(held.path)
             if row is None or row.names is None:
                 continue
-            stored: _Split = self.subject.split(row)
+            stored: _Split = self.set_up.split(row)
             if gathers:
                 stored = _split_by(gathers[-1].rules, row, self.mesh)
             # Of what a preset splits, the compiler gathers parameters. Layers in a stack hold a
             # slice, without the axis of the stack.
-            ruled = self.subject.tables[self.subject.table_of(row.path)].logical_axes
+            tables = self.set_up.tables
+            ruled = tables[table_of(row.path, tables)].logical_axes
             names = {*ruled}.intersection(held.names or ())
             for axis, other in flowing:
                 own = [name for name in names if axis in stored.get(name, ())]
@@ -384,7 +378,7 @@ class _Follower:
 
 def _block_of(call: Call) -> str:
     """The type of the layer in a model's outermost sequence that a call is in."""
-    pairs = itertools.pairwise(call.chain)
-    blocks = (inner for around, inner in pairs if len(getattr(around.layer, "sublayers", ())) > 1)
-    kind = type(next(blocks, call).layer).__name__
+    pairs = itertools.pairwise(call.layers)
+    blocks = (inner for around, inner in pairs if len(getattr(around, "sublayers", ())) > 1)
+    kind = type(next(blocks, call.layer)).__name__
     return f"pz.nn.{kind}" if hasattr(pz.nn, kind) else kind

@@ -6,7 +6,7 @@ from typing import Any
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.findings.flows import follow_flows
 from penzai_shard.findings.rules import find_near_names, find_problems, find_unused, find_waste
-from penzai_shard.findings.subject import ERRORS, Finding, fold_findings, read_subject
+from penzai_shard.findings.set_up import ERRORS, Finding, fold_findings, read_set_up
 from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning import arguments
 from penzai_shard.reports.report import Column, HasReport, Report
@@ -102,18 +102,18 @@ def lint(
         problem = Problem("min_bytes", f"it is {min_bytes!r}", "Write min_bytes=2**20.")
         raise RuleTypeError("lint:", [problem])
 
-    subject = read_subject(model_or_state, request, rules)
-    flows = follow_flows(subject, batch)
-    known = subject.logical_axes | flows.logical_axes
-    mistakes = [*find_problems(subject), *find_unused(subject, known), *flows.findings]
+    set_up = read_set_up(model_or_state, request, rules)
+    flows = follow_flows(set_up, batch)
+    known = set_up.logical_axes | flows.logical_axes
+    mistakes = [*find_problems(set_up), *find_unused(set_up, known), *flows.findings]
     found = fold_findings(mistakes)
     # What a misspelt rule does not split would be waste besides.
-    is_misspelt = any(find_near_names(table, known) for table in subject.tables.values())
+    is_misspelt = any(find_near_names(table, known) for table in set_up.tables.values())
     if is_misspelt or any(one.kind in ERRORS for one in found):
         flows.notes.append("mend the rules, and lint again: waste was not looked for")
     else:
-        waste = fold_findings(find_waste(subject, known, flows.mesh_axes, min_bytes))
+        waste = fold_findings(find_waste(set_up, known, flows.mesh_axes, min_bytes))
         found += sorted(waste, key=lambda one: -one.wasted_bytes)
-    count = len(subject.rows)
+    count = len(set_up.rows)
     what = f"{count:,} array{'s' * (count != 1)} on mesh ({mesh_text(request.mesh)})"
     return LintReport(tuple(found), tuple(flows.notes), what)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Hashable, Iterator
 
-from penzai_shard.findings.subject import Finding, Subject, table_path
+from penzai_shard.findings.set_up import Finding, SetUp, table_of, table_path
 from penzai_shard.paths import nearest
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.rules import TRANSFORMER_AXES, AxisRules, Rule
@@ -52,28 +52,28 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
     return found
 
 
-def find_problems(subject: Subject) -> Iterator[Finding]:
+def find_problems(set_up: SetUp) -> Iterator[Finding]:
     """What keeps rules from being read, and arrays from being planned."""
-    unknown = {own.path for own in subject.problems if own.kind == "unknown"}
+    unknown = {own.path for own in set_up.problems if own.kind == "unknown"}
     renamed = {
-        table_path(table): subject.offer(table, _rename_mesh_axes(subject, table))
-        for table in subject.given
+        table_path(table): set_up.offer(table, _rename_mesh_axes(set_up, table))
+        for table in set_up.given
         if table_path(table) in unknown
     }
-    for own in subject.problems:
+    for own in set_up.problems:
         yield Finding(own.kind, own.path, own.what, renamed.get(own.path) or own.fix)
 
 
-def _rename_mesh_axes(subject: Subject, table: str) -> list[Rule]:
+def _rename_mesh_axes(set_up: SetUp, table: str) -> list[Rule]:
     """A table for the mesh axes that were probably meant: near ones, or one that has no rule."""
-    rules, sizes = subject.given[table].rules, subject.mesh.shape
+    rules, sizes = set_up.given[table].rules, set_up.mesh.shape
     taken = {axis for rule in rules for axis in rule.mesh_axes}
     free = next((axis for axis, size in sizes.items() if axis not in taken and size > 1), "")
     renamed = []
     for rule in rules:
         meant = [axis if axis in sizes else nearest(axis, sizes) or free for axis in rule.mesh_axes]
         changed = dataclasses.replace(rule, mesh_axes=tuple(dict.fromkeys(filter(None, meant))))
-        is_reversed = rule.logical_axis in sizes and {*rule.mesh_axes} <= subject.logical_axes
+        is_reversed = rule.logical_axis in sizes and {*rule.mesh_axes} <= set_up.logical_axes
         if is_reversed and rule.mesh_axes:
             changed = Rule(rule.mesh_axes[0], (str(rule.logical_axis),))
         renamed.append(changed)
@@ -83,31 +83,28 @@ def _rename_mesh_axes(subject: Subject, table: str) -> list[Rule]:
 # Rules for nothing
 
 
-def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Finding]:
+def find_unused(set_up: SetUp, known: Collection[Hashable]) -> Iterator[Finding]:
     """Rules whose logical axis nothing has, and presets of which nothing has any.
 
     Args:
-        subject: What is looked at.
+        set_up: What is looked at.
         known: The logical axes of all that is known: arrays, batch, what flows.
     """
     names = ", ".join(map(repr, sorted(known, key=str))) or "none"
-    for table, rules in subject.tables.items():
+    for table, rules in set_up.tables.items():
         path, near = table_path(table), find_near_names(rules, known)
-        first = {rule.logical_axis: rule for rule in reversed(rules.rules)}
         for rule in rules.rules:
             name, meant = rule.logical_axis, near.get(rule)
             is_harmless = not rule.mesh_axes or rule.optional or is_for_activations(rule)
-            if rule.mesh_axes and not first[name].mesh_axes:
-                what = f"rule {rule} never applies: one before maps {name!r} to None"
-            elif meant:
+            if meant:
                 what = f"rule {rule} names no logical axis; the nearest is {meant!r}"
             elif name is None or name in known or is_harmless:
                 continue
             else:
                 what = f"rule {rule} names no logical axis; there are {names}"
             instead = [dataclasses.replace(rule, logical_axis=meant)] if meant else []
-            own = [[other] if other != rule else instead for other in subject.given[table].rules]
-            fix = subject.offer(table, itertools.chain.from_iterable(own)) if known else ""
+            own = [[other] if other != rule else instead for other in set_up.given[table].rules]
+            fix = set_up.offer(table, itertools.chain.from_iterable(own)) if known else ""
             yield Finding("unused", path, what, fix)
         # The names of a preset are alternatives.
         presets = [rule for rule in rules.rules if rule.optional]
@@ -123,49 +120,49 @@ def find_unused(subject: Subject, known: Collection[Hashable]) -> Iterator[Findi
 
 
 def find_waste(
-    subject: Subject, known: Collection[Hashable], used: set[str], min_bytes: int
+    set_up: SetUp, known: Collection[Hashable], used: set[str], min_bytes: int
 ) -> Iterator[Finding]:
     """Large arrays that are whole over a free mesh axis, and mesh axes that split nothing.
 
     Args:
-        subject: What is looked at, all of it planned.
+        set_up: What is looked at, all of it planned.
         known: As for ``find_unused``.
         used: The mesh axes over which something that flows is split.
         min_bytes: Below this an array is not worth a finding.
     """
     used = {*used}
-    for table, rules in subject.tables.items():
+    for table, rules in set_up.tables.items():
         for rule in rules.rules:
             name = rule.logical_axis
             # A preset splits where that is worth it, and a layout what flows.
             may_split = rule.optional or table in ("compute", "between_blocks")
             is_at_work = name in known or is_for_activations(rule)
-            if is_at_work and (may_split or name not in subject.logical_axes):
+            if is_at_work and (may_split or name not in set_up.logical_axes):
                 used.update(rule.mesh_axes)
-    yield from _find_whole_arrays(subject, used, min_bytes)
-    for axis, size in subject.mesh.shape.items():
-        if size > 1 and axis not in used | subject.stored_axes:
+    yield from _find_whole_arrays(set_up, used, min_bytes)
+    for axis, size in set_up.mesh.shape.items():
+        if size > 1 and axis not in used | set_up.stored_axes:
             what = f"nothing is split over mesh axis {axis!r}: {size} devices each hold and compute"
             yield Finding("idle mesh axis", "mesh", f"{what} the same")
 
 
-def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
-    sizes = subject.mesh.shape
-    on_purpose = {table: _find_whole_axes(subject, table, of_flows) for table in subject.tables}
+def _find_whole_arrays(set_up: SetUp, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
+    sizes = set_up.mesh.shape
+    on_purpose = {table: _find_whole_axes(set_up, table, of_flows) for table in set_up.tables}
 
     @functools.cache  # An offer is planned, and equal arrays have the same.
     def offer(table: str, name: Hashable, axis: str) -> str:
-        return subject.offer(table, AxisRules({name: axis}) | subject.given[table])
+        return set_up.offer(table, AxisRules({name: axis}) | set_up.given[table])
 
-    for row in subject.rows:
-        table = subject.table_of(row.path)
+    for row in set_up.rows:
+        table = table_of(row.path, set_up.tables)
         if row.spec is None or row.bytes_per_device < min_bytes:
             continue
-        asked = {axis for axis in sizes if _is_asked(subject, subject.tables[table], row, axis)}
-        split = subject.axes_of(row) | on_purpose[table]
+        asked = {axis for axis in sizes if _is_asked(set_up, set_up.tables[table], row, axis)}
+        split = set_up.axes_of(row) | on_purpose[table]
         # One mesh axis of an array at a time: two may want the same dimension.
         for axis in sorted(sizes, key=lambda x: (x not in asked, -sizes[x])):
-            name = None if axis in asked else _find_free_name(subject, table, row, axis)
+            name = None if axis in asked else _find_free_name(set_up, table, row, axis)
             is_wasted = name is not None or axis in asked or {*(row.names or ())} <= {None}
             if is_wasted and sizes[axis] > 1 and axis not in split:
                 why = f": {row.reason}" if name is None else f", which could split {name!r}"
@@ -176,31 +173,31 @@ def _find_whole_arrays(subject: Subject, of_flows: set[str], min_bytes: int) -> 
                 break
 
 
-def _find_whole_axes(subject: Subject, table: str, of_flows: set[str]) -> set[str]:
+def _find_whole_axes(set_up: SetUp, table: str, of_flows: set[str]) -> set[str]:
     """The mesh axes over which arrays are whole on purpose: those of presets and of the batch."""
-    rules = subject.tables[table].rules
+    rules = set_up.tables[table].rules
     if not rules:
-        return {*subject.mesh.shape}
-    rows = (row for row in subject.rows if subject.table_of(row.path) == table)
-    stored = {axis for row in rows for axis in subject.axes_of(row)}
+        return {*set_up.mesh.shape}
+    rows = (row for row in set_up.rows if table_of(row.path, set_up.tables) == table)
+    stored = {axis for row in rows for axis in set_up.axes_of(row)}
     presets = {axis for rule in rules if rule.optional for axis in rule.mesh_axes}
     return presets | (of_flows - stored)
 
 
-def _is_asked(subject: Subject, rules: AxisRules, row: LeafPlan, axis: str) -> bool:
+def _is_asked(set_up: SetUp, rules: AxisRules, row: LeafPlan, axis: str) -> bool:
     """Whether a rule is to split an array over a mesh axis: by a name, or its largest dimension."""
     asking = [rule for rule in rules.rules if axis in rule.mesh_axes]
     whole = {rule.logical_axis for rule in rules.rules if not rule.mesh_axes}
-    names = {*(row.names or ())} - whole - {*subject.split(row), None}
+    names = {*(row.names or ())} - whole - {*set_up.split(row), None}
     sizes = [rule.min_size for rule in asking if rule.logical_axis is None]
     is_preset = any(math.prod(row.shape) >= size or size <= _MOST_WHOLE for size in sizes)
     return is_preset or any(rule.logical_axis in names for rule in asking)
 
 
-def _find_free_name(subject: Subject, table: str, row: LeafPlan, axis: str) -> Hashable | None:
+def _find_free_name(set_up: SetUp, table: str, row: LeafPlan, axis: str) -> Hashable | None:
     """The best logical axis of an array to split, of those that no rule names and that divide."""
-    rules, size = subject.tables[table], subject.mesh.shape[axis]
-    known = {*rules.logical_axes, *subject.split(row), None}
+    rules, size = set_up.tables[table], set_up.mesh.shape[axis]
+    known = {*rules.logical_axes, *set_up.split(row), None}
     pairs = zip(row.names or (), row.shape, strict=False)
     free = {name: n for name, n in pairs if name not in known and n % size == 0}
     # Devices compute parts of these by themselves; of others the longest has the most to split.

@@ -5,7 +5,6 @@ noted and passed by: what flows is the same, and one that fits nothing must not 
 """
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
 from penzai_shard.errors import Problem
-from penzai_shard.findings.subject import Finding
+from penzai_shard.findings.set_up import Finding
 from penzai_shard.inspection.layer_marks import Mark, is_layer
 from penzai_shard.layers.constraints import ConstrainActivations
 from penzai_shard.layers.gather_parameters import GatherParameters
@@ -61,7 +60,7 @@ class Call:
     Attributes:
         layer: The layer.
         place: Where it stands in the model.
-        around: The calls that it is in, the outermost first.
+        layers: The layers that it is in, the outermost first, and itself.
         manual: The mesh axes that a region around it has taken over.
         inputs: What goes into it, side inputs left out.
         outputs: What comes out.
@@ -69,15 +68,10 @@ class Call:
 
     layer: Any
     place: str
-    around: "tuple[Call, ...]"
+    layers: tuple[Any, ...]
     manual: frozenset[str]
     inputs: list[Leaf]
     outputs: list[Leaf] = dataclasses.field(default_factory=list)
-
-    @property
-    def chain(self) -> "tuple[Call, ...]":
-        """The calls around it and itself."""
-        return *self.around, self
 
 
 class Walk:
@@ -89,7 +83,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.events: list[tuple[Call, str]] = []
-        self._running: list[Call] = []
+        self._running: list[Any] = []
         # The innermost layer that failed is the last one.
         self._failures: list[tuple[Call | None, Exception]] = []
         self._has_ended = False
@@ -123,9 +117,9 @@ class Walk:
         self, place: str, layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls a marked layer."""
+        self._running.append(layer)
         call = Call(layer, place, (*self._running,), manual_axes(), leaves_of(list(args)))
         self.events.append((call, "inputs"))
-        self._running.append(call)
         try:
             output = layer(*args, **kwargs)
         except Exception as error:
@@ -151,8 +145,7 @@ def _read_failure(call: Call | None, error: Exception, batch: Any) -> Iterator[F
         place, which = call.place, f"this {type(call.layer).__name__}, which gets {given},"
     problems = getattr(error, "problems", ())
     if not problems:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = re.sub(r"\b\w+Tracer\b", "array", " ".join(lines[:3])).rstrip(".")
+        said = " ".join(str(error).split())[:300].rstrip(".")
         is_named = any(leaf.names for leaf in leaves_of(batch))
         fix = "" if is_named else "Name the batch: pz.nx.wrap(array, 'batch', 'seq')."
         problems = [Problem("", f"{type(error).__name__}: {said}", fix)]

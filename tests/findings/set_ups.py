@@ -10,7 +10,7 @@ from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 import penzai_shard as pzs
 from penzai_shard.findings.lint import lint
-from penzai_shard.findings.subject import ERRORS
+from penzai_shard.findings.set_up import ERRORS
 
 _LOCAL = llamalike_common.AttentionTypeSlidingWindowCausal(2)
 _GEMMA = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}

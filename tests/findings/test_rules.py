@@ -42,7 +42,6 @@ def of_optimizer(rules):
     return Layout(parameters={}, compute={"batch": "data"}, optimizer=rules)
 
 
-NEVER = [("embedding", "data"), ("neurons", None), ("neurons", "model")]
 ODD_TABLE = weights(odd={"embedding": 1601, "vocabulary": 1001})
 MPL, MLP = {"neurons": "mpl", "heads": None}, {"neurons": "mlp", "heads": None}
 # Kind, path, model or a function that makes it, mesh, rules.
@@ -65,7 +64,6 @@ MISTAKES = {
     "preset for other names": ("unused", "rules", OTHER, D4M2, DP() | TP()),
     "unused beside a batch": ("unused", "rules", SMALL, D4M2, MEGATRON | {"rows": "data"},
         struct(batch=8, embedding=8)),
-    "never applies": ("unused", "rules", SMALL, D4M2, NEVER),
     "misspelt name of a layout": ("misfit", "layout/neurons", OTHER, D4M2,
         Layout.tensor_parallel(names=MPL)),
     "layout with names": ("unknown", "layout.parameters", OTHER, D4M2,

@@ -71,7 +71,7 @@ def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class SetUp:
     """What is looked at, planned as far as that goes.
 
     Attributes:
@@ -107,10 +107,6 @@ class Subject:
         """The names that arrays of the model have."""
         return frozenset(name for row in self.rows for name in row.names or () if name is not None)
 
-    def table_of(self, path: str) -> str:
-        """The name of the table by which an array is stored."""
-        return _table_of(path, self.tables)
-
     def split(self, row: LeafPlan) -> dict[Hashable, tuple[str, ...]]:
         """The mesh axes of each dimension of an array that is split, by its name or number."""
         names = row.names or range(len(row.shape))
@@ -142,13 +138,10 @@ class Subject:
         # Of a layout, options are to be changed, which rules do not tell.
         if self.layout is not None or not text:
             return ""
-        after = read_subject(self.model, self.request, changed)
-        return f"Write rules={text}." if after.errors <= self.errors else ""
-
-    @functools.cached_property
-    def errors(self) -> frozenset[tuple[str, str, str]]:
-        """Kind, path and fact of each problem."""
-        return frozenset((own.kind, own.path, own.what) for own in self.problems)
+        after = read_set_up(self.model, self.request, changed)
+        both = self.problems, after.problems
+        before, now = ({(x.kind, x.path, x.what) for x in problems} for problems in both)
+        return f"Write rules={text}." if now <= before else ""
 
 
 def table_path(table: str) -> str:
@@ -156,7 +149,7 @@ def table_path(table: str) -> str:
     return table if table == "rules" else f"layout.{table}"
 
 
-def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
+def read_set_up(model: Any, request: arguments.Request, rules: Any) -> SetUp:
     """Reads rules in any form, or a layout, and plans by them."""
     problems: list[Problem] = []
 
@@ -198,12 +191,13 @@ def read_subject(model: Any, request: arguments.Request, rules: Any) -> Subject:
         if name in tables:
             own_request = dataclasses.replace(request, rules=tables[name])
             plan, found, _ = examine(model, own_request)
-            rows += [row for row in plan.leaves if _table_of(row.path, tables) == name]
-            problems += [own for own in found if _table_of(own.path, tables) == name]
-    return Subject(model, request, layout, given, tables, rows, problems)
+            rows += [row for row in plan.leaves if table_of(row.path, tables) == name]
+            problems += [own for own in found if table_of(own.path, tables) == name]
+    return SetUp(model, request, layout, given, tables, rows, problems)
 
 
-def _table_of(path: str, tables: Mapping[str, AxisRules]) -> str:
+def table_of(path: str, tables: Mapping[str, AxisRules]) -> str:
+    """The name of the table by which an array is stored."""
     if "optimizer" in tables and path.partition("/")[0] == "opt_state":
         return "optimizer"
     return "rules" if "rules" in tables else "parameters"
