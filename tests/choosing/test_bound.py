@@ -134,7 +134,8 @@ def test_bound_is_never_above_a_compiled_step(make_problem):
     """With few examples, XLA moves rows and activations rather than what is not gathered."""
     problem = make_problem()
     found = make_candidates(problem, [{"data": 4}, {"data": 2, "model": 2}], microbatches=(1,))
-    chosen = [each for each in found if each.layout.rematerialise is None][:8]
+    # The optimizer's state split, parameters split by two dimensions, and two mesh axes.
+    chosen = [*[each for each in found if each.layout.rematerialise is None][1:4], found[-1]]
     for candidate, cost in zip(chosen, compile_candidates(problem, chosen), strict=True):
         exact = step_time(cost, dict(candidate.mesh_sizes), HARDWARE).bound
         assert bound(problem, candidate, HARDWARE) <= exact * 1.0001, candidate.words
