@@ -9,7 +9,7 @@ Source: Lepikhin et al. 2020, "GShard"; ``jax.lax.with_sharding_constraint``.
 
 import dataclasses
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,12 +54,8 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
     sharding: Any = dataclasses.field(metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        problems = Problems("ConstrainSharding:")
-        for leaf in jax.tree_util.tree_leaves(self.sharding):
-            if not isinstance(leaf, Sharding | PartitionSpec):
-                fix = "By names write ConstrainShardingByName(mesh, rules)."
-                problems.add("", f"{leaf!r} is no sharding", fix)
-        problems.raise_if_any(RuleTypeError)
+        fix = "By names write ConstrainShardingByName(mesh, rules)."
+        check_shardings("ConstrainSharding", {"sharding": self.sharding}, fix)
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.
@@ -202,6 +198,20 @@ class ConstrainActivations(WrapperLayer):
         for rules in self.outputs:
             output = pin_by_name(output, self._request(rules))
         return output
+
+
+def check_shardings(called: str, given: Mapping[str, Any], fix: str) -> None:
+    """Refuses what holds something else than shardings, by the name of its argument.
+
+    Raises:
+        RuleTypeError: It does.
+    """
+    problems = Problems(f"{called}:")
+    for name, tree in given.items():
+        for leaf in jax.tree_util.tree_leaves(tree):
+            if not isinstance(leaf, Sharding | PartitionSpec):
+                problems.add(name, f"{leaf!r} is no sharding", fix)
+    problems.raise_if_any(RuleTypeError)
 
 
 # Pinning

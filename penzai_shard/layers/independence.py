@@ -330,17 +330,6 @@ class _Walk:
             raise Mixes("it draws numbers for all parts from a stream that differs per device")
         return is_random
 
-    def turns(
-        self, programs: Sequence[Any], fixed: list[bool], carry: list[bool], along: Sequence[bool]
-    ) -> list[bool]:
-        """What differs at random of a loop's carries and results, after any number of turns."""
-        while True:
-            found = self.results(programs[0], programs[1], [*fixed, *carry, *along])
-            after = [one or other for one, other in zip(carry, found, strict=False)]
-            if after == carry:
-                return [*after, *found[len(after) :]]
-            carry = after
-
 
 def _call(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> list[bool]:
     return walk.results(next(inner_programs(whole)), next(inner_programs(part)), random)
@@ -367,18 +356,14 @@ def _scan(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> l
     # A loop that carries nothing takes each turn by itself, any number of them.
     rules.check_parameters(whole, part, {"jaxpr"} if carried else {"jaxpr", "length"})
     programs, last = (whole.params["jaxpr"], part.params["jaxpr"]), first + carried
-    return walk.turns(programs, random[:first], random[first:last], random[last:])
-
-
-def _while(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> list[bool]:
-    rules.check_parameters(whole, part, {"body_jaxpr", "cond_jaxpr"})
-    first = whole.params["cond_nconsts"]
-    last = first + whole.params["body_nconsts"]
-    bodies, tests = ([e.params[k] for e in (whole, part)] for k in ("body_jaxpr", "cond_jaxpr"))
-    # Where ``jax.vmap`` made it, each row has its own test and keeps its values once it has ended.
-    carry = walk.turns(bodies, random[first:last], random[last:], ())
-    (ends,) = walk.results(tests[0], tests[1], [*random[:first], *carry])
-    return [value or ends for value in carry]
+    # What differs at random of what is carried and of the results, after any number of turns.
+    carry = random[first:last]
+    while True:
+        found = walk.results(*programs, [*random[:first], *carry, *random[last:]])
+        after = [one or other for one, other in zip(carry, found, strict=False)]
+        if after == carry:
+            return [*after, *found[len(after) :]]
+        carry = after
 
 
 def _cond(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> list[bool]:
@@ -390,7 +375,7 @@ def _cond(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> l
 
 
 _WITH_PROGRAMS = {"closed_call": _call, "jit": _call, "remat2": _call, "cond": _cond, "scan": _scan}
-_WITH_PROGRAMS |= {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp, "while": _while}
+_WITH_PROGRAMS |= {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
 
 
 # Reading programs

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard.arrays.kinds import is_deleted
-from penzai_shard.arrays.structure import Structure, flatten, leaves_of, variables_of
-from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
+from penzai_shard.arrays.structure import Structure, flatten, variables_of
+from penzai_shard.errors import Problem, ShardingError
 from penzai_shard.jax_internals.tracing import count_signatures
+from penzai_shard.layers.constraints import check_shardings
 from penzai_shard.layers.live_model import LiveModel
 from penzai_shard.layers.pure_call import ASSIGNING, PureCall, assign, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
@@ -109,7 +109,7 @@ class Jitted(WrapperLayer):
         in_shardings: Where the argument is laid: a sharding or a tree of them, as for ``jax.jit``.
         out_shardings: The same for the output.
         donate_argument: Whether the output may take the argument's memory; the argument is then
-            gone after the call.
+            gone after the call, and must not stand in the layer or its other inputs too.
 
     Raises:
         RuleTypeError: ``in_shardings`` or ``out_shardings`` hold something else than shardings.
@@ -125,13 +125,8 @@ class Jitted(WrapperLayer):
     donate_argument: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        problems = Problems("Jitted:")
-        for name in ("in_shardings", "out_shardings"):
-            for leaf in jax.tree_util.tree_leaves(getattr(self, name)):
-                if not isinstance(leaf, Sharding | PartitionSpec):
-                    fix = f"Write {name}=NamedSharding(mesh, PartitionSpec('data'))."
-                    problems.add(name, f"{leaf!r} is no sharding", fix)
-        problems.raise_if_any(RuleTypeError)
+        given = {"in_shardings": self.in_shardings, "out_shardings": self.out_shardings}
+        check_shardings("Jitted", given, "Write NamedSharding(mesh, PartitionSpec('data')).")
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         is_array = not side_inputs and isinstance(argument, _ARRAYS)
@@ -200,20 +195,6 @@ class Jitted(WrapperLayer):
             variables = variables_of(held)
         assign(variables, assigned)
         return output
-
-    def _check_inputs(self, inputs: dict[str, Any]) -> None:
-        super()._check_inputs(inputs)
-        if not self.donate_argument:
-            return
-        # JAX has refused the call before it took the argument's memory.
-        problems = Problems("Jitted cannot donate its argument:")
-        first: dict[int, str] = {}
-        for leaf in filter(lambda leaf: isinstance(leaf.value, jax.Array), leaves_of(inputs)):
-            other = first.setdefault(id(leaf.value), leaf.path)
-            if other != leaf.path and other.split("/")[0] == "argument":
-                what = f"it is {other!r} too, whose memory the output may take"
-                problems.add(leaf.path, what, "Leave out donate_argument=True.")
-        problems.raise_if_any(ShardingError)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, for ``copy`` and ``pickle``."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -26,26 +26,12 @@ from penzai_shard.layers.manual import device_position, varying_axes
 from penzai_shard.layers.operation_rules import is_collective
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.layers.remat import GATHERED
-from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
+from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.programs import equations_in
-from penzai_shard.rules import AxisRules, decide
+from penzai_shard.rules import decide
 
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """How a layer runs per device; see ``ShardMapped`` for the attributes."""
-
-    mesh: AnyMesh
-    parameter_rules: AxisRules
-    activation_rules: AxisRules
-    min_size: int
-    keep_split: tuple[Hashable, ...]
-    per_device: bool
-    assume_independent: tuple[str, ...]
-
-    def parts(self, mesh_axes: Sequence[str]) -> int:
-        """How many parts a dimension has that is split over some mesh axes."""
-        return specs.part_count(mesh_axes, self.mesh.shape)
+if TYPE_CHECKING:
+    from penzai_shard.layers.shard_mapped import ShardMapped
 
 
 @jax.tree_util.register_static
@@ -82,13 +68,15 @@ class _Crossing(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def run_per_device(region: Region, call: PureCall, values: Sequence[Any]) -> tuple[Form, list[Any]]:
+def run_per_device(
+    region: "ShardMapped", call: PureCall, values: Sequence[Any]
+) -> tuple[Form, list[Any]]:
     """Runs a call per device.
 
     It is compiled, as a region would be traced anew at every call otherwise.
 
     Args:
-        region: How.
+        region: How: the layer without its body.
         call: The call.
         values: Its arrays.
 
@@ -131,8 +119,9 @@ class _Run:
         body: The call, from arrays of any lengths to the form of its results and their arrays.
     """
 
-    def __init__(self, region: Region, call: PureCall, values: Sequence[Any]) -> None:
+    def __init__(self, region: "ShardMapped", call: PureCall, values: Sequence[Any]) -> None:
         self._region, self._call = region, call
+        self._parts = functools.partial(specs.part_count, mesh_sizes=region.mesh.shape)
         # Whether JAX keeps account of what varies. What is checked here needs no check by JAX.
         self._is_tracked = region.per_device
         tree = call.structure.fill(values)
@@ -146,7 +135,7 @@ class _Run:
             (one.name(i), axes)
             for one in self.inputs
             for i, axes in enumerate(one.mesh_axes_inside)
-            if region.parts(axes) > 1
+            if self._parts(axes) > 1
         }
         activations = [one for one in self.inputs if not _is_parameter(one.leaf)]
         used = {axis for one in activations for axes in one.mesh_axes for axis in axes}
@@ -215,7 +204,7 @@ class _Run:
             varying = varying_axes(kind)
             whole = frozenset(i for i, axes in enumerate(one.mesh_axes) if not varying >= {*axes})
             one = one._replace(whole=whole)
-            counts = map(self._region.parts, one.mesh_axes_inside)
+            counts = map(self._parts, one.mesh_axes_inside)
             shape = tuple(map(math.prod, zip(kind.shape, counts, strict=True)))
             leaf = dataclasses.replace(one.leaf, shape=shape)
             outputs.append(one._replace(leaf=leaf))
@@ -233,7 +222,7 @@ class _Run:
             ManualRegionError: It does not.
         """
         whole, longest, times = self._trace_wholes()
-        parts = {self._region.parts(axes) * n: axes for axes, n in times.items()}
+        parts = {self._parts(axes) * n: axes for axes, n in times.items()}
         text = ", ".join(sorted(f"{name!r} over {axes}" for name, axes in self._splits))
         problems = Problems(f"the layer does not treat split axes ({text}) independently:")
         if any(form != part[1] for _, form in (whole, longest)):
@@ -286,7 +275,7 @@ class _Run:
         times: dict[tuple[str, ...], int] = {}
         counts: set[int] = set()
         for axes in sorted({axes for _, axes in self._splits}):
-            count, taken = self._region.parts(axes), {*times.values()} - {1}
+            count, taken = self._parts(axes), {*times.values()} - {1}
             free = (n for n in itertools.count(1) if count * n not in counts and n not in taken)
             times[axes] = next(free)
             counts.add(count * times[axes])
@@ -312,7 +301,7 @@ class _Run:
                     what = f"dimension {i} ({one.name(i)!r}) is split over {axes} inside only"
                     fix = f"Keep its name, and map it to {axes} in activation_rules."
                     problems.add(one.leaf.path, what, fix)
-                elif shapes[-1][i] * self._region.parts(axes) != one.leaf.shape[i]:
+                elif shapes[-1][i] * self._parts(axes) != one.leaf.shape[i]:
                     what = f"the parts of dimension {i} do not make {one.leaf.shape[i]} elements"
                     problems.add(one.leaf.path, what, "Let it be as long as a split axis.")
             if differs:
@@ -342,7 +331,7 @@ def _is_parameter(leaf: Leaf) -> bool:
     return leaf.role == "parameter" or (not leaf.role and leaf.path.startswith("body/"))
 
 
-def _lay_out(region: Region, leaf: Leaf, problems: Problems) -> _Crossing:
+def _lay_out(region: "ShardMapped", leaf: Leaf, problems: Problems) -> _Crossing:
     """How an array lies outside; a parameter is whole inside, unless some of it stays split."""
     rules, whole, is_small = region.activation_rules, frozenset[int](), False
     if _is_parameter(leaf):
@@ -372,11 +361,11 @@ def _gather(one: _Crossing, part: Any, random_axes: Sequence[str], is_tracked: b
     return checkpoint_name(part, GATHERED) if one.whole else part
 
 
-def _cut(region: Region, one: _Crossing, array: Any) -> Any:
+def _cut(region: "ShardMapped", one: _Crossing, array: Any) -> Any:
     """A device's part of what it computed."""
     for dim in sorted(one.whole):
         if axes := one.mesh_axes[dim]:
-            size = one.leaf.shape[dim] // region.parts(axes)
+            size = one.leaf.shape[dim] // specs.part_count(axes, region.mesh.shape)
             start = device_position(axes) * size
             array = jax.lax.dynamic_slice_in_dim(array, start, size, dim)
     return array

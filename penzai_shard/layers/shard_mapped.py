@@ -15,7 +15,7 @@ from penzai_shard.arrays.structure import Structure
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.pure_call import PureCall
-from penzai_shard.layers.region import Region, run_per_device
+from penzai_shard.layers.region import run_per_device
 from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.planning import arguments
@@ -102,8 +102,8 @@ class ShardMapped(WrapperLayer):
         if manual_axes():
             return call
         assert isinstance(call, PureCall)
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Region)}
-        region = Region(**fields | {"mesh": auto_twin(self.mesh)})
+        # The body is in the call.
+        region = dataclasses.replace(self, body=None, mesh=auto_twin(self.mesh))
 
         def run(values: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
             form, arrays = run_per_device(region, call, list(values))

@@ -64,8 +64,8 @@ def place(
     if isinstance(plan_or_mesh, ShardingPlan):
         plan, plan_or_mesh = plan_or_mesh, None
     mesh = plan_or_mesh if mesh is None else mesh
-    options = axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
-    request = arguments.read("place", mesh, rules, *options)
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed
+    request = arguments.read("place", mesh, rules, *options, plan=plan)
     return place_tree(tree, request, owned=owned)
 
 

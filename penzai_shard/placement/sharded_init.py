@@ -73,8 +73,8 @@ def sharded_init(
     P('data',)
     """
     _check_initializer("sharded_init", initializer, args)
-    options = axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
-    request = arguments.read("sharded_init", mesh, rules, *options)
+    options = axis_name_to_mesh_name, on_indivisible, on_unnamed
+    request = arguments.read("sharded_init", mesh, rules, *options, plan=plan)
     check_devices(request)
     build, structures = _prepare("sharded_init", initializer, args, kwargs)
     # Functions under jax.jit keep the mesh in force, which must have Auto axes where they run.

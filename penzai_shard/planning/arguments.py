@@ -50,6 +50,7 @@ def read(
     axis_name_to_mesh_name: Any = None,
     on_indivisible: Any = "error",
     on_unnamed: Any = "error",
+    *,
     plan: Any = None,
 ) -> Request:
     """Reads the arguments of a function that plans, or that carries a plan out.

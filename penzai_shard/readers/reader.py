@@ -80,9 +80,10 @@ class AxisSizes:
 
     def of(self, data: Any) -> tuple[int, ...]:
         """The lengths that the names have in other data, whose last dimensions they are."""
-        shape, rank = getattr(data, "shape", None), len(self.sizes)
-        is_known = self.fixed is None and shape is not None and len(shape) >= rank
-        return tuple(shape[len(shape) - rank :]) if is_known else self.sizes
+        shape: Any = getattr(data, "shape", None)
+        if self.fixed is not None or shape is None or len(shape) < len(self.sizes):
+            return self.sizes
+        return tuple(shape[len(shape) - len(self.sizes) :])
 
 
 class Reader(Protocol):

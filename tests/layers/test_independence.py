@@ -281,7 +281,9 @@ INDEPENDENT = {
     "numbers of rows": lambda x: x + numbers_of_rows(x, "threefry2x32"),
 }
 # Independent, and refused by name.
-NOT_FOLLOWED = {"taken along", "fft", "window", "cholesky", "batched solve"}
+NOT_FOLLOWED = {
+    *("taken along", "fft", "window", "cholesky", "batched solve", "while of each row"),
+}
 
 
 def top_experts(x):

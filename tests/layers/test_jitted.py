@@ -287,15 +287,20 @@ def test_a_donated_argument_is_gone_and_what_cannot_be_run_stays():
     assert [x.is_deleted(), y.is_deleted()] == [True, True]
     weight, other = held[1].value, jnp.ones(8)
     for call, path in (
-        (lambda: layer(weight), "w"),
-        (lambda: layer(held[0]), "body/held/0"),
         # Two variables of one label.
         (lambda: pzs.Jitted([scale(1.0), scale(2.0)])(other), "body/1/held"),
-        (lambda: layer(other, mask=[other]), "side_inputs/mask/0"),
-        (lambda: doubling([other, other]), "argument/1"),
         (lambda: layer(pz.StateVariable(value=other)), "argument"),
     ):
         assert problem_paths(pzs.ShardingError, call) == [path]
+    # JAX itself refuses to take the memory of what stands in another place too.
+    for call in (
+        lambda: layer(weight),
+        lambda: layer(held[0]),
+        lambda: layer(other, mask=[other]),
+        lambda: doubling([other, other]),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match="donate"):
+            call()
     assert [weight.is_deleted(), other.is_deleted()] == [False, False]
 
 

@@ -196,7 +196,7 @@ WRONG_USES = [
     ("RuleType", "", "unroll=1", lambda: ROLLED(STACK, "nested")),
     ("RuleType", "", "stack_axis_size=1", lambda: pzs.RolledLayerStack(LAYER, 2, "layers")),
     ("Sharding", "argument", "donation", lambda: ROLLED(STACK)(DELETED)),
-    ("RuleType", "", "ByName", lambda: pzs.ConstrainSharding({"x": "data"})),
+    ("RuleType", "sharding", "ByName", lambda: pzs.ConstrainSharding({"x": "data"})),
     ("RuleType", "", "like", lambda: pzs.ConstrainSharding({"x": P()})({"y": X})),
     ("Plan", "x", "NamedSharding", lambda: pzs.ConstrainSharding(P("data"))({"x": jnp.ones(8)})),
     ("Plan", "x", "divides", lambda: SPLIT({"x": jnp.ones((8, 6))})),

@@ -36,7 +36,6 @@ class Float64Run:
         original: The run of the original, if the program is that of an edited model.
 
     Attributes:
-        program: The program.
         epsilons: The machine epsilons to which it rounds as it is, with their dtypes.
         opaque: The operations that could be run in their own dtypes only; known after a run.
         has_new_constants: Whether there are constants that the original does not have; likewise.
@@ -45,7 +44,7 @@ class Float64Run:
     def __init__(self, program: Any, original: "Float64Run | None" = None) -> None:
         self.opaque: set[str] = set()
         self.has_new_constants = False
-        self.program, self._original = program, original
+        self._original = original
         self.epsilons = _epsilons_in(program)
         # A program holds few numbers many times.
         constants = [x for x in _constants_in(program) if is_float(x) and not is_traced(x)]
@@ -144,16 +143,6 @@ class Float64Run:
         )
         return [*carry, *stacks]
 
-    def _while(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
-        tests = parameters["cond_nconsts"]
-        bodies = tests + parameters["body_nconsts"]
-        test, body = map(self._function, (parameters["cond_jaxpr"], parameters["body_jaxpr"]))
-        return jax.lax.while_loop(
-            lambda carry: test(*inputs[:tests], *carry)[0],
-            lambda carry: body(*inputs[tests:bodies], *carry),
-            tuple(map(jnp.asarray, inputs[bodies:])),
-        )
-
     def _cond(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
         branches = list(map(self._function, parameters["branches"]))
         return jax.lax.switch(jnp.asarray(inputs[0]).astype(jnp.int32), branches, *inputs[1:])
@@ -173,7 +162,6 @@ _STRUCTURES: dict[str, Callable[[Float64Run, list[Any], dict[str, Any]], Any]] =
     "cond": Float64Run._cond,
     "scan": Float64Run._scan,
     "shard_map": Float64Run._shard_map,
-    "while": Float64Run._while,
 }
 
 
