@@ -110,6 +110,23 @@ def choose_layout(
         RuleTypeError, MeshError: Arguments cannot be read; all that is wrong is in it.
         PropagationError: The layouts of the step cannot be propagated.
         KeyboardInterrupt: Ctrl-C, before anything that fits was found.
+
+    >>> import jax, optax
+    >>> import penzai_shard as pzs
+    >>> def loss_fn(model, rng, state, x):
+    ...     return ((x @ model["w"]) ** 2).mean(), state, {}
+    >>> w = jax.ShapeDtypeStruct((512, 2048), "float32")
+    >>> choices = choose_layout(
+    ...     pzs.name_axes({"w": w}, {"w": ("embedding", "neurons")}),
+    ...     loss_fn,
+    ...     optax.sgd(0.1),
+    ...     devices="v5e:4",
+    ...     batch={"x": jax.ShapeDtypeStruct((4096, 512), "float32")},
+    ...     plain_arrays=True,
+    ...     compiled=1,
+    ... )
+    >>> choices.best.mesh_sizes
+    {'model': 4}
     """
     given = model, loss_fn, optimizer, batch, seq, plain_arrays, names, blocks
     readers = lambda: read_problem(*given), lambda: read_devices(devices, hardware, memory)
@@ -243,6 +260,7 @@ class Pricing:
         turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
         tables = [own for own in turns if own][: _TABLES * most]
         limit, fitting = self.devices.memory / error, list[float]()
+        missed: list[tuple[float, int]] = []
         for own in sorted(tables, key=lambda own: self.estimate(own[0]).price):
             plain = self.estimate(own[0])
             is_slower = plain.seconds > _SLOWER * min(fitting, default=math.inf)
@@ -255,14 +273,15 @@ class Pricing:
                     self.shares[mode] = first / (batch or 1) * self.candidates[ways[0]].microbatches
                 for number in ways:
                     kept = batch * self.shares[mode] / self.candidates[number].microbatches
-                    if plain.memory_bytes - batch + kept <= limit:
-                        if self.estimate(number).memory_bytes <= limit:
-                            fitting.append(self.estimate(number).seconds)
+                    held = plain.memory_bytes - batch + kept
+                    if held <= limit and self.estimate(number).memory_bytes <= limit:
+                        fitting.append(self.estimate(number).seconds)
                         break
                 else:
-                    if not fitting:
-                        # What is nearest to the limit may fit after all.
-                        self.estimate(ways[-1])
+                    missed.append((held, ways[-1]))
+        # Where few fit by estimates, others may fit after all.
+        for _, number in sorted(missed)[: max(most - len(fitting), 0)]:
+            self.estimate(number)
 
     def search(self, most: int, shown: bool) -> None:
         """Prices what may be best, and compiles what seems so."""
