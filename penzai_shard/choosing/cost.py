@@ -1,4 +1,10 @@
-"""Says what a train step costs one device: what it computes, sends and holds."""
+"""Says what a train step costs one device: what it computes, sends and holds.
+
+Prices are read of the program that each device runs, as ``spmd`` finds it without compiling. Where
+compilers do more than Shardy writes down, that is counted as done: what is gathered twice alike is
+gathered once, what stays the same in a loop is moved once, a sum of which devices take parts is
+scattered, and sums that are only added are added before they are reduced.
+"""
 
 import collections
 import dataclasses
@@ -216,8 +222,7 @@ class _Traffic:
 
     def add(self, each: Operation, times: int) -> None:
         """Adds a collective that runs some times."""
-        program, operand = self._program, each.operands[0]
-        origin = self._find_origin(operand)
+        program, origin = self._program, self._find_origin(each.operands[0])
         if self._is_constant(origin):
             return
         # Compilers take out of a loop what is the same in each turn, and merge equal gathers.

@@ -61,7 +61,8 @@ class _Structure(NamedTuple):
         splits_vocabulary: The same of vocabulary layers. Without a layout between blocks it makes
             no difference.
         gathers: Whether parameters are used otherwise than they are stored.
-        is_idle: Whether a mesh axis does not split the batch, so that gradients are pinned.
+        is_idle: Whether a mesh axis does not split the batch. Then gradients of what is gathered
+            are pinned; of anything else it makes no difference.
     """
 
     layout: Layout
@@ -110,7 +111,7 @@ def _read_tables(model: Any, candidate: Candidate) -> _Tables:
         splits_layers,
         splits_vocabulary,
         gathers,
-        gathers and is_idle,
+        is_idle or not gathers,
     )
     split = found.split | {"vocabulary": ("vocabulary",) * splits_vocabulary}
     return _Tables(rules, split, structure, candidate.mesh_sizes)

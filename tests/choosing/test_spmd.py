@@ -50,12 +50,16 @@ CANDIDATES = {
 }
 
 
-@pytest.fixture(scope="module")
-def steps():
+def make_steps(batch):
     sizes = {"embedding": 16, "heads": 4, "projection": 4, "neurons": 32, "vocabulary": 64}
     model = pzs.abstract_model(build_llama, multiplier=2, **sizes)
-    problem = read_problem(model, token_loss, optax.adam(1e-3), 16, 8)
+    problem = read_problem(model, token_loss, optax.adam(1e-3), batch, 8)
     return problem, MarkedSteps(problem, model)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return make_steps(16)
 
 
 def lower_for(problem, candidate):
@@ -97,6 +101,12 @@ def test_arguments_are_the_arrays_of_the_step(steps):
         parts = 1 if leaf.path.startswith("params") else 8
         assert placed.values[value].shape == leaf.shape
         assert placed.bytes(value) == 4 * leaf.value.size / parts
+
+
+def test_batch_that_is_not_split_may_be_of_any_length():
+    whole = Layout(parameters=HEADS, compute=HEADS)
+    placed = make_steps(3)[1].place(Candidate((("model", 2),), whole))
+    assert {each.mesh_axes for each in placed.operations} == {(), ("model",)}
 
 
 def test_length_that_does_not_divide_is_a_problem(steps):
