@@ -169,7 +169,6 @@ class Report(HasReport):
         notes: Sentences below the table.
         ok: Whether the verdict is good, which is the truth value; None if nothing is judged.
         facts: What JSON says besides, for instance the mesh.
-        wholes: What shares of a column's quantities are shares of, where that is not their sum.
         collapse: Whether the views show equal blocks as one row.
         key: The columns that together name a row; by default the first.
         drawing: What writes, for a width, what stands below the rows; JSON does not have it.
@@ -188,7 +187,6 @@ class Report(HasReport):
     notes: Sequence[str] = ()
     ok: bool | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    wholes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     collapse: bool = True
     key: Sequence[str] = ()
     drawing: Callable[[int], Iterable[Line]] = dataclasses.field(default=lambda width: ())

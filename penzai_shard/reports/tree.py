@@ -111,7 +111,7 @@ class Tree:
     root: Node
 
     def _share(self, name: str, node: Node) -> float | None:
-        whole = self.report.wholes.get(name, self.root.sums[name])
+        whole = self.root.sums[name]
         return node.sums[name] / whole if whole else None
 
     def quantities(self, node: Node) -> str:

@@ -4,15 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from penzai import pz
-from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models.transformer.model_parts import TransformerBlock
 
 import penzai_shard as pzs
 from penzai_shard import programs
-from tests.models import llama, mlp_v1
+from tests.models import llama
 
 # Two devices are enough to split over, and programs for more take longer to compile.
 MESH = pzs.make_mesh({"data": 2}, jax.devices()[:2])
@@ -78,14 +76,6 @@ def test_recipes_are_values(name, family):
     assert pzs.strip(edited) == bare
 
 
-@pytest.mark.parametrize("recipe", [pzs.jit_root(), pzs.scope_layers()], ids=repr)
-def test_recipes_of_any_model_take_those_of_the_first_api(recipe):
-    bare, x = mlp_v1(), pz_v1.nx.ones({"features": 8})
-    edited = recipe.apply(bare)
-    np.testing.assert_allclose(edited(x).unwrap("features"), bare(x).unwrap("features"), 1e-6)
-    assert pzs.strip(edited) == bare
-
-
 PRIMITIVES = {
     "constrain_blocks": {"sharding_constraint"},
     "rematerialise_blocks": {"remat2"},
@@ -110,12 +100,6 @@ def test_keep_axis_order_moves_no_activations(family):
         program = jax.make_jaxpr(pz.freeze_variables(each))(TOKENS)
         found = {equation.primitive.name for equation in programs.equations_in(program)}
         assert ("transpose" in found) is (each is bare)
-
-
-def test_scope_layers_names_operations_by_path():
-    text = jax.jit(lambda t: RECIPES["scope_layers"].apply(model("gqa"))(t))
-    lowered = text.lower(TOKENS).as_text(debug_info=True)
-    assert "body/sublayers/1/sublayers/0" in lowered
 
 
 def test_manual_fsdp_refuses_mesh_axes_that_are_not_there():
