@@ -43,12 +43,9 @@ class Explained(NamedTuple):
     @property
     def bytes(self) -> float:
         """What one device sends in one step; 0 where it is not known how often it runs."""
-        kind, payload, size = (
-            self.collective.kind,
-            self.part.payload_bytes,
-            self.collective.group_size,
-        )
-        return (self.collective.times or 0) * wire_bytes(kind, payload, size)
+        one = self.collective
+        sent = wire_bytes(one.kind, self.part.payload_bytes, one.group_size)
+        return (one.times or 0) * sent
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -65,13 +62,9 @@ class BecauseReport(HasReport):
 
     def report(self) -> Report:
         """A row for each layer, kind, mesh axis, phase and reason, the largest first."""
-        columns = (
-            Column("layer", "path"),
-            *map(Column, ("collective", "mesh axes", "phase")),
-            Column("because", "detail"),
-            Column("times", "count"),
-            Column("sent", "bytes"),
-        )
+        moves = map(Column, ("collective", "mesh axes", "phase"))
+        sizes = Column("times", "count"), Column("sent", "bytes")
+        columns = Column("layer", "path"), *moves, Column("because", "detail"), *sizes
         keys = []
         for row in self.rows:
             one, path = row.collective, " + ".join(row.part.layers) or UNATTRIBUTED
@@ -135,19 +128,16 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
         ends = ("reduced", "used", "conflict") if is_sum else ()
         for part in one.parts:
             because, path = [], part.moves.rpartition(" of ")[2]
+            # Some are named after what they move, and some not at all.
+            candidates = *part.names, path
             for axis in one.mesh_axes or ():
-                # Some are named after what they move, and some not at all.
-                found = (
-                    loss for key in (*part.names, path) for loss in losses.get((key, axis), ())
-                )
+                found = (x for key in candidates for x in losses.get((key, axis), ()))
                 fitting = (x for x in found if (x.result is None and x.reason in ends) == is_sum)
                 told = [words.loss(loss, is_sum) for loss in fitting]
                 because += sorted(told, key=lambda loss: f"params/{loss.gathered}" != path)[:1]
             if not because and any("/shard_map/" in name for name in part.names):
                 layer = " + ".join(part.layers)
-                cause = WhyCause(one.axes_text, "shard_map", layer)
-                because.append(
-                    WhyLoss("asked", cause, "a shard_map", layer, "a shard_map asks for it")
-                )
+                cause, text = WhyCause(one.axes_text, "shard_map", layer), "a shard_map asks for it"
+                because.append(WhyLoss("asked", cause, "a shard_map", layer, text))
             rows.append(Explained(one, part, tuple(because)))
     return BecauseReport(tuple(rows), compiled)

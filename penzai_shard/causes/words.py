@@ -144,11 +144,8 @@ class StepWords:
         self.arguments = {v: step.arguments[i] for v, i in zip(arguments, used, strict=True)}
         self.results = dict(zip(results, step.results, strict=True))
         self.cause = functools.cache(self._say_cause)
-        self.gradients = {
-            array.path: operation.results[0]
-            for operation in program.operations
-            if operation.pin and (array := self._find_gradient(operation)) is not None
-        }
+        pinned = [(one, self._find_gradient(one)) for one in program.operations if one.pin]
+        self.gradients = {x.path: one.results[0] for one, x in pinned if x is not None}
 
     # Causes
 

@@ -71,6 +71,7 @@ def piece(x, i):
     return jax.lax.dynamic_slice_in_dim(x, i, 4)
 
 
+UNEVEN = "uneven data:(1)2 flow, uneven data:(2)2 flow"
 # Reason, mesh axis and operation of each loss.
 LOSSES = {
     "elementwise": (lambda x: jnp.sin(x.T), [BOTH], ""),
@@ -84,11 +85,7 @@ LOSSES = {
     "two layouts": (lambda x, y: x + y, [DATA, MODEL], "conflict data add, conflict model add"),
     "joined": (lambda x: x.reshape(256), [COLUMNS], "cut data reshape"),
     "cut in three": (lambda x: x.reshape(3, 4, 16), [TWELVE], "cut data reshape"),
-    "parts coming out": (
-        lambda x: x.reshape(2, 8, 16),
-        [DATA],
-        "uneven data:(1)2 flow, uneven data:(2)2 flow",
-    ),
+    "parts coming out": (lambda x: x.reshape(2, 8, 16), [DATA], UNEVEN),
     "a piece": (piece, [DATA, free((), "int32")], "whole data dynamic_slice"),
     "the largest": (lambda x: jax.lax.top_k(x, 2)[0], [BOTH], "whole model top_k"),
     "decomposed": (lambda x: jnp.linalg.qr(x)[0], [DATA], "absent data custom_call"),

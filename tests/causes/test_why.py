@@ -214,10 +214,7 @@ def test_constraint_that_loses_and_rivals_are_named():
     report = why(lambda x, y: (x[:5], y[:6]), small("model"), small("data"))
     assert {loss.place for loss in report.losses} == {"the end of the step"}
     # Of y more is gathered.
-    assert [f"{loss.reason} {loss.cause.path}" for loss in report.losses] == [
-        "uneven y",
-        "uneven x",
-    ]
+    assert [(x.reason, x.cause.path) for x in report.losses] == [("uneven", "y"), ("uneven", "x")]
 
 
 def test_parameter_that_is_gathered_for_use_is_no_loss():
