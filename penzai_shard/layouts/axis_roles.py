@@ -97,11 +97,8 @@ def find_roles(
         present = [x for x in axes if x in members or role in IN_ACTIVATIONS]
         own = {axis: members.get(axis, [axis]) for axis in present}
         parts = specs.part_count(over, mesh.shape)
-        fitting = [
-            axis
-            for axis in present
-            if not any(n % parts for name in own[axis] for n in sizes.get(name, ()))
-        ]
+        odd = {name for name, lengths in sizes.items() if any(n % parts for n in lengths)}
+        fitting = [axis for axis in present if odd.isdisjoint(own[axis])]
         # Where none divides, the rule stays, and plans say what does not fit.
         chosen = fitting[:1] or present[:1]
         if role == "vocabulary" and over and present and _is_optional(role, tables.values()):

@@ -322,9 +322,8 @@ class Layout(LayoutPresets, LayoutFiles):
 
         with auto_context():
             # A state of structs says where the optimizer's arrays belong, which are made there.
-            state = TrainState.initial_state(
-                edit(plan.restore_structs()), optimizer, rng, **of_state
-            )
+            structs = edit(plan.restore_structs())
+            state = TrainState.initial_state(structs, optimizer, rng, **of_state)
             state_plan = layout.plan(state, mesh, on_unnamed=on_unnamed)
             shardings = state_plan.sharding_tree()
             if isinstance(mesh, AbstractMesh):

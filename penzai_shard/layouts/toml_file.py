@@ -79,9 +79,8 @@ class LayoutFiles:
             what = "the sizes of the mesh and the microbatches are natural numbers"
             problems.add("", what, "Write mesh = { data = 8 } and microbatches = 4.")
         try:
-            fields = {
-                key: _read_field(key, found[key], problems) for key in found.keys() & {*_FIELDS}
-            }
+            given = found.keys() & {*_FIELDS}
+            fields = {key: _read_field(key, found[key], problems) for key in given}
             problems.raise_if_any(RuleTypeError)
             if "layout" in found:
                 layout = getattr(cls, preset)(**_read_value(options))

@@ -130,10 +130,9 @@ def test_experts_come_before_their_neurons():
     ],
 )
 def test_for_model_refuses_what_the_model_does_not_name(options, role):
-    with pytest.raises(pzs.ShardingError) as caught:
-        Layout.tensor_parallel(**options).for_model(build_blocks(), TWO)
-    assert caught.value.problems[0].path == role
-    assert "names={" in caught.value.problems[0].fix
+    for_model = Layout.tensor_parallel(**options).for_model
+    problem = problems_of(pzs.ShardingError, for_model, build_blocks(), TWO)[0]
+    assert (problem.path, "names={" in problem.fix) == (role, True)
 
 
 # Plans
@@ -187,9 +186,9 @@ def test_blocks_say_where_the_layers_are():
         layout = Layout.two_dimensional(min_size=1, names=names, blocks=blocks)
         model = layout.recipe(build_blocks(), TWO).apply(build_blocks())
         assert jnp.allclose(model(x).unwrap("batch", "embed"), expected, rtol=1e-5)
-    with pytest.raises(pzs.ShardingError) as caught:
-        Layout.two_dimensional(names=names, blocks="sublayers/0").recipe(build_blocks(), TWO)
-    assert [problem.path for problem in caught.value.problems] == ["up1.weights", "down1.weights"]
+    recipe = Layout.two_dimensional(names=names, blocks="sublayers/0").recipe
+    paths = problem_paths(pzs.ShardingError, recipe, build_blocks(), TWO)
+    assert paths == ["up1.weights", "down1.weights"]
 
 
 @pz.pytree_dataclass
@@ -252,10 +251,8 @@ def test_a_model_without_layers_is_left_to_the_compiler_with_a_warning():
     # There is one way to sum gradients.
     assert not Layout.data_parallel().recipe(weights, EIGHT).edits
     layout = Layout.fully_sharded(manual=True, rematerialise="dots", precision="bfloat16")
-    assert problem_paths(pzs.ShardingError, layout.recipe, weights, EIGHT) == [
-        "rematerialise",
-        "manual",
-    ]
+    paths = problem_paths(pzs.ShardingError, layout.recipe, weights, EIGHT)
+    assert paths == ["rematerialise", "manual"]
 
 
 # Building
@@ -287,11 +284,8 @@ MISSPELT = {"mesh": EIGHT, "acumulate_steps": 2, **DEFAULTS}
     ("call", "fix"),
     [
         (lambda: Layout.zero1(rematerialize="dots"), "rematerialise"),
-        (lambda: Layout.zero1(rematerialise="dotz"), "dots"),
         (lambda: Layout.zero1(rematerialise="dot"), "rematerialise='dots'"),
         (lambda: Layout.fully_sharded(None), "'data'"),
-        (lambda: Layout.zero1(None), "'data'"),
-        (lambda: Layout.data_parallel(None), "'data'"),
         (lambda: Layout.sequence_parallel("data", None), "'data'"),
         (lambda: Layout.zero1(names={"neuron": "mlp"}), "neurons"),
         (lambda: Layout.zero1(names="mlp"), "neurons"),

@@ -152,14 +152,8 @@ def train(build, loss_fn, name, **batch):
     layout, sizes = LAYOUTS[name]
     mesh = pzs.make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
     options = {"optimizer": optax.adamw(1e-2), "rng": jax.random.key(1)}
-    state, step = layout.build(
-        build,
-        mesh=mesh,
-        loss_fn=loss_fn,
-        on_unnamed="replicate",
-        step_metrics=["loss"],
-        **options,
-    )
+    options |= {"on_unnamed": "replicate", "step_metrics": ["loss"]}
+    state, step = layout.build(build, mesh=mesh, loss_fn=loss_fn, **options)
     batch = layout.shard_batch(batch, mesh, first_axis="batch")
     compiled, losses = step.lower(state, **batch).compile(), []
     for _ in range(3):

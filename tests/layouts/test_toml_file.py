@@ -4,6 +4,7 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
+from tests.refusals import problem_paths, problems_of
 
 LAYOUTS = [
     Layout.data_parallel(),
@@ -64,14 +65,12 @@ def test_mistakes_of_a_file_are_named(text, fixes, tmp_path):
 
 
 def test_what_has_no_form_in_toml_is_refused(tmp_path):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        Layout.zero1(blocks=dict).to_toml(tmp_path / "layout.toml")
-    assert caught.value.problems[0].path == "blocks"
+    write = Layout.zero1(blocks=dict).to_toml
+    assert problem_paths(pzs.RuleTypeError, write, tmp_path / "layout.toml") == ["blocks"]
 
 
 def test_a_file_that_is_missing_is_refused_with_the_nearest_name(tmp_path):
     (tmp_path / "layout.toml").write_text('layout = "zero1"')
     for name, near in (("layuot.toml", "layout.toml"), ("none.toml", "TOML")):
-        with pytest.raises(pzs.RuleTypeError) as caught:
-            Layout.from_toml(tmp_path / name)
-        assert near in caught.value.problems[0].fix
+        (problem,) = problems_of(pzs.RuleTypeError, Layout.from_toml, tmp_path / name)
+        assert near in problem.fix
