@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-_RELAXED = click.Choice(["error", "replicate"])
+_FILE, _RELAXED = click.Path(dir_okay=False), click.Choice(["error", "replicate"])
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _ALL = click.option("--all", "show_all", is_flag=True, help="A row for each array of equal blocks.")
 
@@ -66,12 +66,7 @@ def lint(**options: object) -> None:
 
 @penzai_shard.command()
 @click.argument("step")
-@click.option(
-    "--json",
-    "lock",
-    type=click.Path(dir_okay=False),
-    help="Write the step's lock to this file; - prints it.",
-)
+@click.option("--json", "lock", type=_FILE, help="Write the step's lock here; - prints it.")
 @click.option("--all", "show_all", is_flag=True, help="Each array and collective, not layers only.")
 def price(step: str, lock: str | None, show_all: bool) -> None:
     """Print the memory and the collectives of STEP, which is not run.
@@ -93,7 +88,7 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
 @click.option("--keep", default="", help="What is decided: batch=data,heads=.")
 @click.option("--optimizer", default="adamw", help="A name in optax, or file.py:NAME.")
 @click.option("--loss", help="file.py:NAME of a loss; without, next tokens are predicted.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Write the best to this TOML file.")
+@click.option("--out", type=_FILE, help="Write the best to this TOML file.")
 @_JSON
 def choose(**options: object) -> None:
     """Print the layouts for training MODEL that fit, the best first.

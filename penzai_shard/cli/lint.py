@@ -19,8 +19,7 @@ def print_lint(
     called_with = None if batch is None else inputs.read_object(batch)
     if callable(called_with):
         called_with = inputs.build_abstract(called_with)
-    report = lint(
-        inputs.read_model(model), inputs.read_mesh(mesh), given, batch=called_with, **modes
-    )
+    set_up = inputs.read_model(model), inputs.read_mesh(mesh), given
+    report = lint(*set_up, batch=called_with, **modes)
     print(report.to_json() if as_json else report)
     return report.ok

@@ -39,16 +39,10 @@ class LintReport(HasReport):
 
     def report(self) -> Report:
         """The findings as a table, with what to write below each."""
-        columns = (
-            Column("where", "path"),
-            Column("kind"),
-            Column("wasted", "bytes"),
-            Column("what", "detail"),
-            Column("fix", "detail"),
-        )
+        texts = Column("what", "detail"), Column("fix", "detail")
+        columns = Column("where", "path"), Column("kind"), Column("wasted", "bytes"), *texts
         rows = [
-            (one.path, one.kind, one.wasted_bytes or None, f"{one.what}.", one.fix)
-            for one in self.findings
+            (x.path, x.kind, x.wasted_bytes or None, f"{x.what}.", x.fix) for x in self.findings
         ]
         count = len(rows)
         found = "nothing found" if self.ok else f"{count} finding{'s' * (count > 1)}"

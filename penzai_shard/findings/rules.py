@@ -55,11 +55,10 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
 def find_problems(set_up: SetUp) -> Iterator[Finding]:
     """What keeps rules from being read, and arrays from being planned."""
     unknown = {own.path for own in set_up.problems if own.kind == "unknown"}
-    renamed = {
-        table_path(table): set_up.offer(table, _rename_mesh_axes(set_up, table))
-        for table in set_up.given
-        if table_path(table) in unknown
-    }
+    renamed = {}
+    for table in set_up.given:
+        if (path := table_path(table)) in unknown:
+            renamed[path] = set_up.offer(table, _rename_mesh_axes(set_up, table))
     for own in set_up.problems:
         yield Finding(own.kind, own.path, own.what, renamed.get(own.path) or own.fix)
 
@@ -93,10 +92,13 @@ def find_unused(set_up: SetUp, known: Collection[Hashable]) -> Iterator[Finding]
     names = ", ".join(map(repr, sorted(known, key=str))) or "none"
     for table, rules in set_up.tables.items():
         path, near = table_path(table), find_near_names(rules, known)
+        first = {rule.logical_axis: rule for rule in reversed(rules.rules)}
         for rule in rules.rules:
             name, meant = rule.logical_axis, near.get(rule)
             is_harmless = not rule.mesh_axes or rule.optional or is_for_activations(rule)
-            if meant:
+            if rule.mesh_axes and not first[name].mesh_axes:
+                what = f"rule {rule} never applies: one before maps {name!r} to None"
+            elif meant:
                 what = f"rule {rule} names no logical axis; the nearest is {meant!r}"
             elif name is None or name in known or is_harmless:
                 continue

@@ -203,10 +203,9 @@ def _agree(what: str, said: Any = None, error: Exception | None = None) -> list[
             # Whoever is in this round has read the decision of the one before.
             messages.forget(f"{thread}/{number - 1}")
     else:
+        text = messages.receive(f"{topic}/0", PATIENCE_SECONDS)
         # The first process may be late itself, and then wait as long for the others.
-        text = messages.receive(f"{topic}/0", PATIENCE_SECONDS) and messages.receive(
-            f"{topic}/decision", PATIENCE_SECONDS + 10
-        )
+        text = text and messages.receive(f"{topic}/decision", PATIENCE_SECONDS + 10)
         decision = json.loads(text) if text else _decide(what, [None])
 
     # All processes raise now: their own error, or that of another.

@@ -1,12 +1,8 @@
 """``penzai-shard lint``: exit status, JSON, rules and batches by reference."""
 
 import json
-import sys
 
 import pytest
-
-from penzai_shard.cli import inputs
-from penzai_shard.cli.main import main
 
 MODEL = """
 import jax
@@ -23,49 +19,35 @@ def build():
 def batch():
     return pz.nx.ones({"batch": 6, "features": 8})
 """
+MISSPELT = "model.py:build --mesh data=4 --rules feature=data"
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def _file(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    inputs.read_object.cache_clear()
-    inputs._import_file.cache_clear()
-
-    def call(arguments):
-        monkeypatch.setattr(sys, "argv", ["penzai-shard", "lint", *arguments.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize(
     ("call", "status", "answer"),
     [
         ("model.py:build --mesh data=4 --rules features=data", 0, "nothing found"),
-        (
-            "model.py:build --mesh data=4 --rules feature=data",
-            1,
-            "Write rules={'features': 'data'}.",
-        ),
+        (MISSPELT, 1, "Write rules={'features': 'data'}."),
         ("model.py:build --mesh data=4 --rules model.py:layout", 0, "nothing found"),
         ("model.py:build --mesh data=4 --rules model.py:layout --batch model.py:batch", 1, "(6)"),
     ],
 )
 def test_findings_are_printed_and_are_the_exit_status(run, call, status, answer):
-    code, out, _ = run(call)
+    code, out, _ = run("lint", *call.split())
     assert (code, answer in out) == (status, True), out
 
 
 def test_findings_are_json(run):
-    code, out, _ = run("model.py:build --mesh data=4 --rules feature=data --json")
+    code, out, _ = run("lint", *MISSPELT.split(), "--json")
     assert (code, json.loads(out)["rows"][0]["kind"]) == (1, "unused")
 
 
 def test_what_cannot_be_read_is_one_line(run):
-    code, _, error = run("model.py:built --mesh data=4")
+    code, _, error = run("lint", "model.py:built", "--mesh", "data=4")
     assert code == 2
     assert "model.py:build" in error
     assert "Traceback" not in error

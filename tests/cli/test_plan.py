@@ -56,14 +56,12 @@ def test_plan_prints_a_table_and_needs_no_devices(run, call, answer):
 
 
 def test_plan_json_has_rows_and_problems(run):
-    status, out, _ = run(
-        "plan", "model.py:tree", "--mesh", "data=4", "--rules", "embed=data", "--json"
-    )
+    call = "model.py:tree --mesh data=4 --rules embed=data --json"
+    status, out, _ = run("plan", *call.split())
     data = json.loads(out)
+    (row,) = data["rows"]
     assert (status, data["problems"]) == (0, [])
-    assert [(row["path"], row["shape"], row["spec"]) for row in data["rows"]] == [
-        ("w", [8], ["data"])
-    ]
+    assert (row["path"], row["shape"], row["spec"]) == ("w", [8], ["data"])
     # A plan without a valid layout is an answer: no.
     status, out, _ = run("plan", *INDIVISIBLE.split(), "--json")
     assert status == 1

@@ -142,7 +142,6 @@ HARMLESS = {
     "pinned around": (activations((RULES,), (RULES,)), MESH, RULES, TOKENS),
     "sequence parallel": (activations((BY_SEQ, BATCH), (BATCH, BY_SEQ)), MESH, RULES, TOKENS),
     "gathers": (after_blocks(by_name(BY_SEQ), by_name(BATCH)), MESH, BATCH, TOKENS),
-    "twice": (after_blocks(by_name(BATCH), by_name(BATCH)), MESH, RULES, TOKENS),
     "in a region": (IN_REGION, DATA, BATCH, TOKENS),
     "copies on purpose": (after_blocks(by_name({"batch": None}, DATA)), DATA, BATCH, TOKENS),
     "whole on purpose": (after_blocks(by_name(BY_SEQ, on_indivisible="replicate")), MESH, RULES,

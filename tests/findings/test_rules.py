@@ -31,7 +31,7 @@ WIDE = {"up": {"embedding": 512, "neurons": 2048}, "out": {"heads": 512, "embedd
 BLOCKS = {f"block_{i}": weights(**WIDE) for i in range(6)}
 SMALL_BLOCKS = {f"block_{i}": weights(up={"embedding": 8, "neurons": 16}) for i in range(4)}
 D4M2, D8 = mesh(data=4, model=2), mesh(data=8)
-D2T2, DMX = mesh(data=2, tensor=2), mesh(data=2, model=2, expert=2)
+D2T2 = mesh(data=2, tensor=2)
 BY_NAME = {"embedding": "data", "neurons": "model"}
 BY_MESH = {"embedding": "data", "neurons": "data"}
 DP, FSDP, TP, Layout = pzs.data_parallel, pzs.fully_sharded, pzs.tensor_parallel, pzs.Layout
@@ -42,7 +42,7 @@ def of_optimizer(rules):
     return Layout(parameters={}, compute={"batch": "data"}, optimizer=rules)
 
 
-ODD_TABLE = weights(odd={"embedding": 1601, "vocabulary": 1001})
+NEVER = [("embedding", "data"), ("neurons", None), ("neurons", "model")]
 MPL, MLP = {"neurons": "mpl", "heads": None}, {"neurons": "mlp", "heads": None}
 # Kind, path, model or a function that makes it, mesh, rules.
 MISTAKES = {
@@ -54,7 +54,6 @@ MISTAKES = {
         Layout.two_dimensional()),
     "of the optimizer": ("unknown", "layout.optimizer", SMALL, D8,
         of_optimizer({"embedding": "dta"})),
-    "taken": ("taken", "up", SMALL, D4M2, MEGATRON | {"embedding": "model"}),
     "taken in blocks": ("taken", "block_{0-3}/up", SMALL_BLOCKS, D8, BY_MESH),
     "indivisible": ("indivisible", "up", ODD, mesh(model=4), {"neurons": "model"}),
     "layout, too few heads": ("indivisible", "attention", transformer, mesh(data=2, model=8),
@@ -64,6 +63,7 @@ MISTAKES = {
     "preset for other names": ("unused", "rules", OTHER, D4M2, DP() | TP()),
     "unused beside a batch": ("unused", "rules", SMALL, D4M2, MEGATRON | {"rows": "data"},
         struct(batch=8, embedding=8)),
+    "never applies": ("unused", "rules", SMALL, D4M2, NEVER),
     "misspelt name of a layout": ("misfit", "layout/neurons", OTHER, D4M2,
         Layout.tensor_parallel(names=MPL)),
     "layout with names": ("unknown", "layout.parameters", OTHER, D4M2,
@@ -73,7 +73,6 @@ MISTAKES = {
     "forgotten by FSDP": ("under-sharded", "head", LARGE | HEAD, D8,
         {"batch": "data", "embedding": "data"}),
     "min_size too large": ("under-sharded", "table", LARGE, D8, FSDP(min_size=2**30)),
-    "nothing divides": ("under-sharded", "odd", LARGE | ODD_TABLE, D8, FSDP()),
     "in every block": ("under-sharded", "block_{0-5}/out", BLOCKS, D4M2, MEGATRON),
     "in the optimizer's state": ("under-sharded", "opt_state", lambda: state_of(LARGE), D8,
         of_optimizer({"neurons": "data"})),
@@ -84,7 +83,6 @@ MISTAKES = {
     "no rules": ("idle mesh axis", "mesh", SMALL, D8, None),
     "layout for one mesh axis": ("idle mesh axis", "mesh", transformer, mesh(data=2, model=2),
         Layout.data_parallel()),
-    "third mesh axis": ("idle mesh axis", "mesh", SMALL, DMX, BY_NAME),
     "no names": ("unnamed", "w", plain(w=(512, 1024), b=(1024,)), D8, {"embedding": "data"}),
     "no names, a preset": ("unnamed", "w", plain(w=(512, 1024)), D8, FSDP()),
     "not a mesh axis": ("unreadable", "rules", SMALL, D8, {"embedding": 3}),
@@ -181,26 +179,20 @@ def pinned_blocks():
 
 ROWS = pz.nn.Sequential([pz.nn.Identity(), by_name(D4M2, {"batch": "data", "rows": "model"})])
 PIN = {"pin": by_name(D4M2, {"batch": "data"})}
-SECOND = [("neurons", "data"), ("neurons", "model"), ("neurons", None), ("embedding", "data")]
-EXPLICIT = pzs.make_mesh({"data": 8}, explicit=True, abstract=True)
 ACTIVATIONS = {"embedding": "data", "kv_seq": None, "positions": None, "batch": "data"}
 BY_TP = {"neurons": "model", "vocabulary": "model"}
 HARMLESS = {
     "megatron by hand": (LARGE, D4M2, MEGATRON | {"vocabulary": "model"}),
     "FSDP by hand": (LARGE, D8, {"batch": "data", "embedding": "data"}),
-    "ordered pairs": (ODD, D4M2, SECOND),
     "sequences": (SMALL, mesh(data=2, context=4), {"batch": "data", "seq": "context"}),
     "axes of activations": (SMALL, D8, ACTIVATIONS),
     "small arrays": (SMALL, D8, FSDP()),
-    "no names, by size": (plain(w=(512, 1024), b=(8,)), D8, FSDP(unnamed="largest")),
-    "scalars": (plain(scale=()), D8, {"batch": "data"}),
     "split by a constraint": (ROWS, D4M2, {}),
     "batch by a constraint": (LARGE | PIN, D4M2, BY_TP),
     "constraints in blocks": (pinned_blocks, mesh(data=2), Layout.data_parallel()),
     "a state by one table": (lambda: state_of(SMALL), D4M2, BY_NAME),
     "the optimizer's part": (lambda: state_of(LARGE), D8, of_optimizer(FSDP(min_size=1))),
     "another batch": (SMALL, D8, DP(batch_axis="examples")),
-    "an Explicit mesh": (LARGE, EXPLICIT, {"embedding": "data"}),
 }  # fmt: skip
 
 
