@@ -8,7 +8,8 @@ what the layout leaves to it; what it only may have to do is left out.
   multiplications then.
 - *Gradients*: each device has a sum over its own examples. Over the mesh axes of the batch these
   are summed and scattered at least, and what is not stored split over them is gathered. Both are an
-  all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+  all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). Where they are
+  scattered, devices that have the same sum over a mesh axis may send a part of it each.
 - *Parameters* that ``GatherParameters`` gathers, once. Others may stay where they are, and
   activations be moved instead, which is less for few examples; over the mesh axes by which they are
   stored split, nothing is certain.
@@ -80,14 +81,15 @@ def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
         is_gathered = (array.names, array.sizes) in step.gathered
         # Where a mesh axis does not split the batch, GatherParameters pins gradients as well.
         is_pinned = is_gathered and stored != used and in_use != batch
-        is_table = (array.names, array.sizes) in step.tables and not is_pinned
-        sends_rows = is_table and bool(batch & (stored | updated))
+        is_scattered = not is_pinned and not batch.isdisjoint(stored | updated)
+        is_table = (array.names, array.sizes) in step.tables
         # Mesh axes, and those by which an array is split of which each device has a part.
         terms = [(batch - stored, stored)]
         if is_gathered:
             terms += [(stored - used, used)]
-        if not sends_rows:
-            terms += [(batch, used) if is_gathered else (batch - stored, stored)]
+        if not (is_table and is_scattered):
+            axes, kept = (batch, used) if is_gathered else (batch - stored, stored)
+            terms += [(axes, kept | (in_use - batch) if is_scattered else kept)]
         for axes, kept in terms:
             parts, left = part_count(axes, sizes), size / part_count(kept, sizes)
             ordered = tuple(axis for axis in sizes if axis in axes)
