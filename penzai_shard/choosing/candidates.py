@@ -308,7 +308,9 @@ class _Maker:
         problems.raise_if_any(RuleTypeError)
 
     def _has(self, role: str) -> bool:
-        return not {*axes_of_role(role, self.names)}.isdisjoint(self.axes)
+        # What infer_names calls "heads*projection" is split along its first factor.
+        firsts = {str(name).partition("*")[0] for name in self.axes}
+        return not {*axes_of_role(role, self.names)}.isdisjoint({*self.axes, *firsts})
 
     def _has_blocks(self) -> bool:
         """Whether layouts know layers of the model, whose activations and gathering they edit."""

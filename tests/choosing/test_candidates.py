@@ -259,6 +259,7 @@ def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, 
     [
         {"up": {"embed": 64, "mlp": 512}, "out": {"embed": 64, "vocab": 1024}},
         {"up": {"in": 64, "wide": 512}, "down": {"wide": 512, "in": 64}},
+        {"up": {"embedding": 64, "heads*projection": 512}},
     ],
 )
 def test_make_candidates_splits_models_with_other_names(weights):
