@@ -53,13 +53,8 @@ class ShardingError(ValueError):
     """
 
     def __init__(self, headline: str, problems: Iterable[Problem] = ()) -> None:
-        super().__init__(headline, tuple(problems))
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """All offenders."""
-        found: tuple[Problem, ...] = self.args[1]
-        return found
+        self.problems = tuple(problems)
+        super().__init__(headline, self.problems)
 
     def __str__(self) -> str:
         alike: dict[tuple[str, str], list[str]] = {}

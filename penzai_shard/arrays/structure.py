@@ -252,19 +252,16 @@ class Structure:
         problems.raise_if_any(ShardingError)
 
     def _first_difference(self, other: "Structure") -> Problem:
-        own, found = (zip(s.paths, s.names, strict=True) for s in (self, other))
+        own, found = ([*zip(s.paths, s.names, strict=True), *s.statics] for s in (self, other))
         for here, there in itertools.zip_longest(own, found):
-            if here != there:
-                path, names = here or there
-                has = (
-                    f"the other has {there[0]!r} with axes {there[1]}"
-                    if there
-                    else "no other has it"
+            if not same_static(here, there):
+                path, what = here or there
+                other_path, other_what = there or ("", "nothing")
+                what = (
+                    f"axes or setting are {what}, and the other has {other_what} at {other_path!r}"
                 )
-                return Problem(path, f"it has axes {names}, and {has}", "Keep all as it was.")
-        pairs = zip(self.statics, other.statics, strict=False)
-        path = next((own[0] for own, found in pairs if not same_static(own, found)), "")
-        return Problem(path, "a setting, a function or a container differs", "Keep it as it was.")
+                return Problem(path, what, "Keep all as it was.")
+        return Problem("", "a container or a setting of a module differs", "Keep it as it was.")
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], Structure]:

@@ -223,9 +223,7 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
         raise RuleTypeError(f"{called}:", [Problem("", *reason)])
     if not callable(initializer) or leaves_of(initializer):
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
-        fix = (
-            f"Write {called}(build, ...); a model that exists is placed: place(model, mesh, rules)."
-        )
+        fix = f"Write {called}(build, ...), or for a model that exists place(model, mesh, rules)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
     given = next((arg for arg in args if isinstance(arg, Mesh | AbstractMesh | ShardingPlan)), None)
     if given is not None and called == "sharded_init":

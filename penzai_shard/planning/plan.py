@@ -23,9 +23,9 @@ from penzai_shard.rules import AxisRules
 
 
 @functools.lru_cache(maxsize=4096)
-def shared_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+def shared_sharding(mesh: AnyMesh, spec: PartitionSpec | None) -> NamedSharding | None:
     """The one ``NamedSharding`` of a spec on a mesh, so that trees are small and compared fast."""
-    return NamedSharding(mesh, spec)
+    return None if spec is None else NamedSharding(mesh, spec)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,22 +134,15 @@ class ShardingPlan(HasReport):
 
     def restore_structs(self) -> Any:
         """The tree with a ``ShapeDtypeStruct`` for each array, which carries its sharding."""
-        return self.structure.fill(
-            [
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-                for leaf in self.leaves
-            ]
-        )
+        rows = ((leaf.shape, leaf.dtype, leaf.sharding) for leaf in self.leaves)
+        structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=own) for shape, dtype, own in rows]
+        return self.structure.fill(structs)
 
     def on(self, mesh: AnyMesh) -> "ShardingPlan":
         """The same decisions on another mesh with the same axes, for instance one with devices."""
-        leaves = [
-            leaf
-            if leaf.spec is None
-            else dataclasses.replace(leaf, sharding=shared_sharding(mesh, leaf.spec))
-            for leaf in self.leaves
-        ]
-        return dataclasses.replace(self, mesh=mesh, leaves=tuple(leaves))
+        pairs = ((leaf, shared_sharding(mesh, leaf.spec)) for leaf in self.leaves)
+        leaves = tuple(dataclasses.replace(leaf, sharding=own) for leaf, own in pairs)
+        return dataclasses.replace(self, mesh=mesh, leaves=leaves)
 
     def check_same_tree(self, leaves: Sequence[Leaf]) -> None:
         """Refuses a tree that is not the one of the plan.
@@ -160,20 +153,13 @@ class ShardingPlan(HasReport):
         self.structure.check_paths()
         problems = Problems("the plan is one of another tree:")
         fix = "Plan this tree: make_plan(tree, mesh, rules)."
-        found = {leaf.path: leaf for leaf in leaves}
-        planned = {leaf.path: leaf for leaf in self.leaves}
-        for path in (path for path in planned if path not in found):
-            problems.add(path, "the plan has this array and the tree has not", fix, "misfit")
-        for path, leaf in found.items():
-            own = planned.get(path)
-            if own is None:
-                problems.add(path, "the tree has this array and the plan has not", fix, "misfit")
-                continue
-            planned_as = own.names, own.shape, own.dtype
-            is_as = leaf.names, leaf.shape, device_dtype(leaf.dtype)
-            for what, a, b in zip(("names", "shape", "dtype"), planned_as, is_as, strict=True):
-                if a != b:
-                    problems.add(path, f"its {what} is {b}, and {a} in the plan", fix, "misfit")
+        planned: dict[str, Any] = {x.path: (x.names, x.shape, x.dtype) for x in self.leaves}
+        found: dict[str, Any] = {x.path: (x.names, x.shape, device_dtype(x.dtype)) for x in leaves}
+        for path in planned | found:
+            own, other = planned.get(path, "absent"), found.get(path, "absent")
+            if own != other:
+                what = f"names, shape and dtype are {own} in the plan, and {other} in the tree"
+                problems.add(path, what, fix, "misfit")
         problems.raise_if_any(PlanError)
 
     def to_data(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class _Planner:
 
     def plan(self, leaf: Leaf, spec: PartitionSpec | None, reason: str) -> LeafPlan:
         """The row of the plan for one array."""
-        sharding = None if spec is None else shared_sharding(self.mesh, spec)
+        sharding = shared_sharding(self.mesh, spec)
         size, dtype = 0, device_dtype(leaf.dtype)
         if dtype is not None:
             size = specs.bytes_per_device(spec or _WHOLE, leaf.shape, itemsize(dtype), self.sizes)

@@ -79,7 +79,7 @@ def _fast_tree(tree: Any, request: arguments.Request) -> Any:
     items = tuple(request.mesh.shape.items())
     present: dict[Any, None] = {}
 
-    def find_sharding(node: Any) -> NamedSharding:
+    def find_sharding(node: Any) -> NamedSharding | None:
         names, shape = tuple(node.named_axes), tuple(node.data_array.shape)
         front = len(shape) - len(names)
         if front < 0 or shape[front:] != tuple(node.named_axes.values()):
@@ -96,7 +96,7 @@ def _fast_tree(tree: Any, request: arguments.Request) -> Any:
     return made
 
 
-def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding]) -> Any:
+def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding | None]) -> Any:
     """The tree with a result for each array, which is made once for equal names and sizes."""
     if "penzai" not in sys.modules:
         raise _NeedsPlan
