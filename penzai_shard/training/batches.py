@@ -72,14 +72,12 @@ def shard_batch(
 
     def name(values: Sequence[Any]) -> Any:
         """The batch with these values, in which all arrays have the names that are given."""
-        return structure.fill_alike(
-            [
-                Named(value, (first_axis, *(None,) * (len(leaf.shape) - 1)))
-                if first_axis is not None and leaf.names is None and leaf.shape
-                else value
-                for leaf, value in zip(leaves, values, strict=True)
-            ]
-        )
+        named = [*values]
+        for index, leaf in enumerate(leaves):
+            if first_axis is not None and leaf.names is None and leaf.shape:
+                names = first_axis, *(None,) * (len(leaf.shape) - 1)
+                named[index] = Named(named[index], names)
+        return structure.fill_alike(named)
 
     values = [leaf.value for leaf in leaves]
     if any(map(is_struct, values)):
@@ -105,10 +103,8 @@ def _place_own_rows(
     size = request.mesh.size
     guess, _, _ = examine(describe([tuple(size * n for n in x.shape) for x in leaves]), request)
     counts = [_count_parts(row.sharding, row.shape) for row in guess.leaves]
-    shapes = [
-        tuple(length * count for length, count in zip(leaf.shape, own, strict=True))
-        for leaf, own in zip(leaves, counts, strict=True)
-    ]
+    pairs = zip(leaves, counts, strict=True)
+    shapes = [tuple(np.multiply(leaf.shape, own).tolist()) for leaf, own in pairs]
     plan = plan_tree(describe(shapes), request)
 
     # Rows of other shapes, and other data where all processes have the same rows.

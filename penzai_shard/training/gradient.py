@@ -37,11 +37,8 @@ class Shardings(NamedTuple):
 
 def find_shardings(state: TrainState) -> Shardings:
     """The shardings of a state's parameters, and of the moments that are split finest."""
-    parameters = {
-        path: value.sharding
-        for path, value in state.trained_arrays.items()
-        if isinstance(value.sharding, NamedSharding)
-    }
+    lies = {path: value.sharding for path, value in state.trained_arrays.items()}
+    parameters = {path: own for path, own in lies.items() if isinstance(own, NamedSharding)}
     moments = dict(parameters)
     for leaf in leaves_of(state):
         path = leaf.statistic.parameter.removeprefix("params/") if leaf.statistic else None
@@ -117,11 +114,9 @@ def run_loss(
     gradients = _pin(gradients, outside)
     if weight is not None:
         loss = loss / weight
-        gradients = {
-            path: (gradient / weight).astype(state.trained_arrays[path].dtype)
-            for path, gradient in gradients.items()
-        }
-    return loss, gradients, carry, loss_call.divide_pairs(call.reductions, aux)
+        for path, array in state.trained_arrays.items() if with_grads else ():
+            gradients[path] = (gradients[path] / weight).astype(array.dtype)
+    return loss, gradients, carry, aux
 
 
 def update(

@@ -10,17 +10,15 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from penzai_shard.arrays.structure import Leaf, Structure, flatten
-from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
-from penzai_shard.paths import path_text
+from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 
-_CONCATENATE, _RATIO = "concatenate", "ratio"
-# Functions of values along a new first dimension. Of a ratio sum and count are added up.
+_CONCATENATE = "concatenate"
+# Functions of values along a new first dimension.
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
-    **{"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min, _RATIO: jnp.sum},
+    **{"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min},
     "last": lambda values, axis: values[-1],
 }
 _WORDS = ", ".join(map(repr, [*_REDUCTIONS, _CONCATENATE]))
@@ -171,26 +169,3 @@ def reduce_outputs(
             values.append(join_examples(stack, dim, place))
     problems.raise_if_any(ShardingError)
     return structure.fill_alike(values)
-
-
-def divide_pairs(reductions: Mapping[str, str], aux: Any) -> Any:
-    """Outputs with a quotient in place of each pair of a sum and a count that is a ratio.
-
-    Raises:
-        ShardingError: What is to be a ratio is no pair.
-
-    >>> divide_pairs({"accuracy": "ratio"}, {"accuracy": (3.0, 4), "loss": (1.0, 2)})
-    {'accuracy': 0.75, 'loss': (1.0, 2)}
-    """
-    ratios = {path for path, word in reductions.items() if word == _RATIO}
-
-    def divide(keys: Any, node: Any) -> Any:
-        if path_text(keys) not in ratios:
-            return node
-        if not isinstance(node, tuple | list) or len(node) != 2:
-            problem = Problem(path_text(keys), "it is no pair", "Return a sum and its count.")
-            raise ShardingError("outputs cannot be divided:", [problem])
-        return node[0] / node[1]
-
-    is_leaf: Any = lambda keys, _: path_text(keys) in ratios  # noqa: E731
-    return jax.tree_util.tree_map_with_path(divide, aux, is_leaf=is_leaf, is_leaf_takes_path=True)

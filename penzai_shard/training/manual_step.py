@@ -133,10 +133,8 @@ def run_per_device(
         nonlocal aux_form
         state = dataclasses.replace(state, trained_arrays=vary(state.trained_arrays))
         (*sums, gradients), carry, aux = run(state, structure.fill_alike(values), gather)
-        gradients = {
-            path: parameters[path].average(gradient, manual_axes, device_count)
-            for path, gradient in gradients.items()
-        }
+        for path in gradients:
+            gradients[path] = parameters[path].average(gradients[path], manual_axes, device_count)
         sums = jax.tree.map(lambda x: lax.pmean(x, manual_axes), vary(sums))
         aux_form = flatten(aux)
         outputs = vary([jnp.asarray(leaf.value) for leaf in aux_form[0]])

@@ -281,9 +281,9 @@ def build_train_step_fn(
         batch_axis: The logical axis of the examples; for plain arrays the number of the dimension.
         aux_reduction: How outputs of several microbatches or devices become one: ``"mean"``,
             ``"sum"``, ``"max"``, ``"min"``, ``"last"`` or ``"concatenate"``, or these by path, that
-            of ``""`` for all others; for a pair of a sum and a count also ``"ratio"``, with a
-            quotient in its place. By default floats are averaged, and named arrays with the batch
-            axis concatenated; of plain arrays that have the dimension ``batch_axis`` it is said.
+            of ``""`` for all others. By default floats are averaged, and named arrays with the
+            batch axis concatenated; of plain arrays that have the dimension ``batch_axis`` it is
+            said.
         step_metrics: What is added to the outputs, a dictionary then, if it is not there:
             ``"loss"``, ``"gradient_norm"``.
         manual_axes: The mesh axes over which each device computes the loss of its own examples, as

@@ -176,11 +176,9 @@ class TrainState:
     def _name_arrays(self, *kinds: Kind) -> dict[str, Any]:
         role = "parameter" if Kind.TRAINED in kinds else kinds[0].value
         arrays = self.trained_arrays | self.state_arrays | self.fixed_arrays
-        return {
-            path: Named(value, self.template.names[path], role)
-            for path, value in arrays.items()
-            if self.template.kinds[path] in kinds
-        }
+        names, kind_of = self.template.names, self.template.kinds
+        paths = [path for path in arrays if kind_of[path] in kinds]
+        return {path: Named(arrays[path], names[path], role) for path in paths}
 
     def statistics(self) -> Any:
         """``opt_arrays`` with a ``Named`` for each array, which says what it is a statistic of."""

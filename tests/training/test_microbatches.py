@@ -45,9 +45,8 @@ def assert_close(a, b):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [None, MESH])
-@pytest.mark.parametrize("count", [2, 8])
-def test_microbatches_are_the_whole_batch(count, mesh):
+@pytest.mark.parametrize(("mesh", "count"), [(None, 8), (MESH, 2)])
+def test_microbatches_are_the_whole_batch(mesh, count):
     whole, aux = run(mean_loss, batch(mesh))
     options = {"accumulate_steps": count, "aux_reduction": {"top": "max", "n": "sum"}}
     state, joined = run(mean_loss, batch(mesh), step_metrics=["loss"], **options)
@@ -80,15 +79,11 @@ def test_microbatches_of_a_split_batch_need_no_communication():
 def test_microbatches_of_plain_arrays_and_of_haliax():
     def loss(model, rng, state, x):
         x = x.array if isinstance(x, hax.NamedArray) else x
-        return (
-            mean_square(outputs(model, pz.nx.wrap(x, "batch", "in"))),
-            state,
-            {"x": x, "key": rng},
-        )
+        loss = mean_square(outputs(model, pz.nx.wrap(x, "batch", "in")))
+        return loss, state, {"x": x, "key": rng}
 
     whole, _ = run(loss, {"x": X})
-    aux_reduction = {"key": "last", "x": "concatenate"}
-    options = {"accumulate_steps": 4, "aux_reduction": aux_reduction}
+    options = {"accumulate_steps": 4, "aux_reduction": {"key": "last", "x": "concatenate"}}
     parts, aux = run(loss, {"x": X}, batch_axis=0, **options)
     assert_close(parts.params["w"].data_array, whole.params["w"].data_array)
     np.testing.assert_array_equal(aux["x"], X)
