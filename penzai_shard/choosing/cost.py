@@ -292,21 +292,23 @@ class _Traffic:
 
     def _is_added(self, value: int, axes: tuple[str, ...]) -> bool:
         """Whether a sum is only added to another one, which compilers do before they sum both."""
-        users = self._program.users
-        while [user.kind for user in users[value]] == [_ADD]:
-            (added,) = users[value]
-            if not all(self._is_sum(operand, axes) for operand in added.operands):
+        while len(users := self._program.users[value]) == 1:
+            (user,) = users
+            if user.kind == _ADD:
+                if not all(self._is_sum(operand, axes) for operand in user.operands):
+                    return False
+                if value != user.operands[0]:
+                    return True
+            elif user.kind not in _FORM:
                 return False
-            if value != added.operands[0]:
-                return True
-            (value,) = added.results
+            (value,) = user.results
         return False
 
     def _is_sum(self, value: int, axes: tuple[str, ...]) -> bool:
         maker = self._program.makers.get(value)
         if maker is None or len(self._program.users[value]) > 1:
             return False
-        if maker.kind == _ADD:
+        if maker.kind == _ADD or maker.kind in _FORM:
             return all(self._is_sum(operand, axes) for operand in maker.operands)
         return maker.kind == _REDUCE and maker.mesh_axes == axes
 
@@ -329,8 +331,7 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
 
     What is computed element by element is there only if something else has to read it.
     """
-    # Post-order, in which XLA has them, computes each value just before what needs it.
-    operations, roots = program.operations, _find_roots(program)
+    operations, roots = _order_by_time(program), _find_roots(program)
     written = {
         roots[value]
         for each in operations
@@ -372,6 +373,19 @@ def _is_gathered_behind(program: DeviceProgram, each: Operation, operand: int) -
     """Whether a barrier takes what compilers gather behind it."""
     maker = program.makers.get(operand)
     return each.kind == BARRIER and maker is not None and maker.kind == _GATHER
+
+
+def _order_by_time(program: DeviceProgram) -> list[Operation]:
+    """Operations as JAX wrote them, and what is exchanged as soon as it is there.
+
+    In XLA's order, what is to be computed again for the backward pass comes too early.
+    """
+    places: dict[int, int] = {}
+    for each in program.operations:
+        ready = max((places.get(value, -1) for value in each.operands), default=-1)
+        places.update(dict.fromkeys(each.results, ready if each.mesh_axes else each.order))
+    operations = [each for each in program.operations if each.results]
+    return sorted(operations, key=lambda each: places[each.results[0]])
 
 
 def _find_roots(program: DeviceProgram) -> list[int]:
