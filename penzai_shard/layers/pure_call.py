@@ -70,12 +70,10 @@ class PureCall:
 
         # JAX gives back what a call returns, and nothing else.
         problems = Problems(f"a call of {type(call['body']).__name__} would lose what it does:")
-        changed = fixed_before.keys() ^ fixed_after.keys()
-        kept = fixed_before.keys() & fixed_after.keys()
-        changed |= {path for path in kept if fixed_before[path] is not fixed_after[path]}
-        for path in sorted(changed):
-            what = "the layer changes it in place, and it is no variable"
-            problems.add(path, what, "Hold it in a pz.StateVariable.")
+        for path in sorted(fixed_before | fixed_after):
+            if fixed_before.get(path) is not fixed_after.get(path):
+                what = "the layer changes it in place, and it is no variable"
+                problems.add(path, what, "Hold it in a pz.StateVariable.")
         structure = flatten(output)[1]
         for variable in structure.variables:
             if variable.live:

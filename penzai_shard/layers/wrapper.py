@@ -64,9 +64,9 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
                 what = f"the body is {reprlib.repr(self.body)}, which is no layer"
                 problem = Problem("body", what, f"Write {called}(layer).")
                 raise RuleTypeError(f"{called}:", [problem]) from error
-            self._check_inputs(
-                {"argument": argument, "body": self.body, "side_inputs": side_inputs}
-            )
+            # The arrays may be the reason.
+            inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
+            find_mesh(run_inputs(inputs, called)[0], called)
             raise
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
@@ -79,11 +79,6 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
         if assigned:
             assign(variables_of(inputs), assigned)
         return output
-
-    def _check_inputs(self, inputs: dict[str, Any]) -> None:
-        """Refuses the arrays of a call that has failed, if they are the reason."""
-        called = type(self).__name__
-        find_mesh(run_inputs(inputs, called)[0], called)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         """The body's call in another way.
