@@ -142,8 +142,7 @@ class MarkedSteps:
         roles = [name for role in ("batch", "seq") for name in axes_of_role(role, problem.names)]
         names = (name for leaf in leaves for name in leaf.names or ())
         self._names = [name for name in dict.fromkeys((*roles, *names)) if name is not None]
-        self._shapes = [(x.names, x.shape) for x in leaves_of(model) if x.names is not None]
-        self._programs: dict[_Structure, tuple[MarkedProgram, list[Leaf]]] = {}
+        self._programs: dict[_Structure, tuple[MarkedProgram, tuple[Leaf, ...], list[int]]] = {}
 
     def place(self, candidate: Candidate) -> "DeviceProgram":
         """The step as each device runs it in a layout.
@@ -156,14 +155,16 @@ class MarkedSteps:
         tables = _read_tables(self._model, candidate)
         if tables.structure not in self._programs:
             self._programs[tables.structure] = self._lower(tables)
-        program, leaves = self._programs[tables.structure]
-        specs = [self._find_spec(tables, mark) for mark in program.marks]
+        program, leaves, kept = self._programs[tables.structure]
+        # The state comes first, among the arguments and among the results.
+        specs = [self._find_spec(tables, mark, leaves) for mark in program.marks]
         placed = program.place(dict(tables.mesh_sizes), specs)
         # Constants that a function holds come first.
-        arguments = placed.arguments[len(placed.arguments) - len(leaves) :]
-        return DeviceProgram(placed, dict(zip(arguments, leaves, strict=True)))
+        values = placed.arguments[len(placed.arguments) - len(kept) :]
+        own = (leaves[number] for number in kept)
+        return DeviceProgram(placed, dict(zip(values, own, strict=True)))
 
-    def _lower(self, tables: _Tables) -> tuple[MarkedProgram, list[Leaf]]:
+    def _lower(self, tables: _Tables) -> tuple[MarkedProgram, tuple[Leaf, ...], list[int]]:
         structure = tables.structure
         layout, marks = structure.layout, {}
         for table in TABLES:
@@ -195,10 +196,9 @@ class MarkedSteps:
             step, state, inputs = self._problem.build(candidate, model=self._model)
             lowerable = step.lowerable(state, **inputs)
         lowered = lowerable.trace().lower(lowering_platforms=("cpu",))
-        kept = sorted(kept_arguments(lowered))
-        return MarkedProgram(lowered), [lowerable.leaves[number] for number in kept]
+        return MarkedProgram(lowered), lowerable.leaves, sorted(kept_arguments(lowered))
 
-    def _find_spec(self, tables: _Tables, mark: Mark) -> Spec | None:
+    def _find_spec(self, tables: _Tables, mark: Mark, leaves: tuple[Leaf, ...]) -> Spec | None:
         """What a candidate says of a mark; None if it has no such table."""
         table = next((axis.partition(":")[0] for axis in mark.axes if ":" in axis), None)
         if table is None:
@@ -208,17 +208,16 @@ class MarkedSteps:
         names = tuple(
             self._names[int(axis.partition(":")[2])] if axis else None for axis in mark.axes
         )
-        if table == "optimizer" and mark.is_constraint:
+        whole = None if mark.position is None else leaves[mark.position].statistic
+        if whole is not None and whole.names is not None and whole.sizes is not None:
+            # A statistic of some dimensions of a parameter lies as these do.
+            spec = tables.find_spec(table, whole.names, whole.sizes)
+            return tuple(() if dim is None else spec[dim] for dim in whole.kept or ())
+        if table == "optimizer" and mark.position is None:
             # Gradients lie as the parameter where the optimizer's arrays are not split finer.
             both = (tables.find_spec(x, names, mark.shape) for x in ("parameters", "optimizer"))
             sizes = dict(tables.mesh_sizes)
             return max(both, key=lambda spec: part_count(itertools.chain(*spec), sizes))
-        if table in ("parameters", "optimizer") and (names, mark.shape) not in self._shapes:
-            # A statistic of some dimensions of a parameter lies as these do.
-            for whole, shape in self._shapes:
-                if {*names} <= {*whole}:
-                    spec = tables.find_spec(table, whole, shape)
-                    return tuple(spec[whole.index(x)] if x is not None else () for x in names)
         return tables.find_spec(table, names, mark.shape)
 
 

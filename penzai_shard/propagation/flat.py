@@ -234,7 +234,7 @@ class _Reader:
     def read(self, module: Mlir) -> Propagated:
         self._has_edges = bool(operations_in(module, "sdy.data_flow_edge"))
         block = main_block(module)
-        given = _entries(block.owner, "arg_attrs", len(block.arguments))
+        given = read_entries(block.owner, "arg_attrs", len(block.arguments))
         arguments = [
             self._add(value, entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
             for value, entry in zip(block.arguments, given, strict=True)
@@ -243,7 +243,7 @@ class _Reader:
             n for n, entry in zip(arguments, given, strict=True) if LAID_OUT in entry
         )
         returned = self._read_block(block, _Around())
-        asked = _entries(block.owner, "res_attrs", len(returned))
+        asked = read_entries(block.owner, "res_attrs", len(returned))
         types = [value.type for value in block.operations[-1].operands]
         results = [
             self._read_result(position, *each)
@@ -546,7 +546,7 @@ def _read_origins(entries: Mlir) -> dict[str, str]:
     return {each.name: ir.StringAttr(each.attr).value for each in entries}
 
 
-def _entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
+def read_entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
     """Attributes of each argument or result of a function."""
     attributes = function.attributes.get(name)
     if attributes is None:

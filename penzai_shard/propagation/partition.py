@@ -12,6 +12,7 @@ the result is summed, however large it is; an operand that is split as the resul
 Read from and run on jaxlib 0.10.2. https://openxla.org/shardy/sdy_dialect
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +23,10 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problems, PropagationError
-from penzai_shard.propagation.flat import Propagated, Spec, read, read_rule, read_spec
+from penzai_shard.jax_internals.compiler import kept_arguments
+from penzai_shard.propagation.flat import Propagated, Spec, read, read_entries, read_rule, read_spec
 from penzai_shard.propagation.passes import propagate
-from penzai_shard.propagation.xla_form import Mlir, name_of, operations_in, to_xla_form
+from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in, to_xla_form
 
 _COLLECTIVES = (
     "builtin.module(func.func(sdy-constant-or-scalar-merger,sdy-sink-data-flow-edges),"
@@ -36,8 +38,6 @@ _LAYOUT = re.compile(r"<@mesh, \[([^\]]*)\]>")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"')
 _LENGTHS = re.compile(r"tensor<((?:\d+x)*)")
-# The type of a constraint stands behind its layout, that of an argument in front.
-_TYPE_BEHIND = re.compile(r"(?: \{[^{}]*\})? : tensor<((?:\d+x)*)")
 
 
 class Mark(NamedTuple):
@@ -46,12 +46,12 @@ class Mark(NamedTuple):
     Attributes:
         axes: The first mesh axis of each dimension, or ``""``.
         shape: The shape of what lies so.
-        is_constraint: Whether it is of a constraint, and not of an argument or a result.
+        position: Which argument of the function it is of, or which result; None of a constraint.
     """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    is_constraint: bool
+    position: int | None
 
 
 class MarkedProgram:
@@ -72,7 +72,7 @@ class MarkedProgram:
     >>> traced = jax.jit(lambda x: x.sum(0)).trace(x)
     >>> program = MarkedProgram(traced.lower(lowering_platforms=("cpu",)))
     >>> program.marks
-    [Mark(axes=('rows', ''), shape=(8, 2), is_constraint=False)]
+    [Mark(axes=('rows', ''), shape=(8, 2), position=0)]
     >>> placed = program.place({"data": 4}, [(("data",), ())])
     >>> [each.kind for each in placed.operations if each.mesh_axes]
     ['sdy.all_reduce']
@@ -89,6 +89,16 @@ class MarkedProgram:
                 fix = "Leave jax.shard_map out, or compile the step: compile_step(step, ...)."
                 problems.add(name_of(each), "it is computed under jax.shard_map", fix)
             problems.raise_if_any(PropagationError)
+            main = main_block(copied)
+            # Constants that the function holds come first, and have no layout.
+            kept = sorted(kept_arguments(lowered))
+            numbers = [0] * (len(main.arguments) - len(kept)) + kept, itertools.count()
+            fixed = [
+                number
+                for key, own in zip(("arg_attrs", "res_attrs"), numbers, strict=True)
+                for number, entry in zip(own, read_entries(main.owner, key, 0), strict=False)
+                if "sdy.sharding" in entry
+            ]
             for each in operations_in(copied):
                 # The lines of the user's code are nine tenths of the text.
                 each.location = ir.Location.name(name_of(each))
@@ -99,7 +109,8 @@ class MarkedProgram:
         # Every second piece is a layout.
         self._pieces = _LAYOUT.split(self._behind)
         self._cache: dict[Any, Any] = {}
-        self.marks = [_read_mark(found) for found in _LAYOUT.finditer(self._behind)]
+        positions = itertools.chain(fixed, itertools.repeat(None))
+        self.marks = list(map(_read_mark, _LAYOUT.finditer(self._behind), positions))
 
     def place(self, mesh_sizes: Mapping[str, int], specs: Sequence[Spec | None]) -> Propagated:
         """The program in a layout, with its collectives.
@@ -129,13 +140,15 @@ class MarkedProgram:
             return read(module, self._cache)
 
 
-def _read_mark(found: re.Match[str]) -> Mark:
+def _read_mark(found: re.Match[str], position: int | None) -> Mark:
     axes = tuple((_AXIS.findall(dim) or [""])[0] for dim in _DIM.findall(found[1]))
-    behind = _TYPE_BEHIND.match(found.string, found.end())
-    start = found.string.rfind("tensor<", 0, found.start())
-    lengths = behind or _LENGTHS.match(found.string, start)
+    # The type of a constraint stands behind its layout, that of an argument in front.
+    start = found.string.find(": tensor<", found.end())
+    if position is not None:
+        start = found.string.rfind("tensor<", 0, found.start())
+    lengths = _LENGTHS.search(found.string, start)
     assert lengths is not None
-    return Mark(axes, tuple(map(int, re.findall(r"\d+", lengths[1]))), behind is not None)
+    return Mark(axes, tuple(map(int, re.findall(r"\d+", lengths[1]))), position)
 
 
 # Products

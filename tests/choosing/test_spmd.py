@@ -50,10 +50,10 @@ CANDIDATES = {
 }
 
 
-def make_steps(batch):
+def make_steps(batch, optimizer=None):
     sizes = {"embedding": 16, "heads": 4, "projection": 4, "neurons": 32, "vocabulary": 64}
     model = pzs.abstract_model(build_llama, multiplier=2, **sizes)
-    problem = read_problem(model, token_loss, optax.adam(1e-3), batch, 8)
+    problem = read_problem(model, token_loss, optimizer or optax.adam(1e-3), batch, 8)
     return problem, MarkedSteps(problem, model)
 
 
@@ -82,15 +82,24 @@ def read_collectives(operations, values):
     )
 
 
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_layout_in_place_of_marks_is_as_if_the_step_were_lowered_for_it(name, steps):
+def check_equal(steps, candidate):
     problem, marked = steps
-    placed, own = marked.place(CANDIDATES[name]), lower_for(problem, CANDIDATES[name])
+    placed, own = marked.place(candidate), lower_for(problem, candidate)
     found = read_collectives(placed.operations, placed.values)
     assert found == read_collectives(own.operations, own.values)
     assert [placed.values[n].spec for n in placed.arguments] == [
         own.values[n].spec for n in own.arguments
     ]
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_layout_in_place_of_marks_is_as_if_the_step_were_lowered_for_it(name, steps):
+    check_equal(steps, CANDIDATES[name])
+
+
+def test_statistics_of_some_dimensions_lie_as_those_of_their_own_parameter():
+    factored = make_steps(16, optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    check_equal(factored, Candidate(WIDE, lay(HEADS, HEADS, optimizer=LARGEST | HEADS), 2))
 
 
 def test_arguments_are_the_arrays_of_the_step(steps):
