@@ -292,23 +292,21 @@ class _Traffic:
 
     def _is_added(self, value: int, axes: tuple[str, ...]) -> bool:
         """Whether a sum is only added to another one, which compilers do before they sum both."""
-        while len(users := self._program.users[value]) == 1:
-            (user,) = users
-            if user.kind == _ADD:
-                if not all(self._is_sum(operand, axes) for operand in user.operands):
-                    return False
-                if value != user.operands[0]:
-                    return True
-            elif user.kind not in _FORM:
+        users = self._program.users
+        while [user.kind for user in users[value]] == [_ADD]:
+            (added,) = users[value]
+            if not all(self._is_sum(operand, axes) for operand in added.operands):
                 return False
-            (value,) = user.results
+            if value != added.operands[0]:
+                return True
+            (value,) = added.results
         return False
 
     def _is_sum(self, value: int, axes: tuple[str, ...]) -> bool:
         maker = self._program.makers.get(value)
         if maker is None or len(self._program.users[value]) > 1:
             return False
-        if maker.kind == _ADD or maker.kind in _FORM:
+        if maker.kind == _ADD:
             return all(self._is_sum(operand, axes) for operand in maker.operands)
         return maker.kind == _REDUCE and maker.mesh_axes == axes
 
