@@ -1,7 +1,7 @@
 """Prices candidates by compiling their steps for simulated devices; nothing runs.
 
 What compilers for CPUs make computes and sends as programs for accelerators do. What it holds is an
-estimate: they are asked to run operations in an order that holds little, as those compilers do.
+estimate, as those order operations by themselves.
 """
 
 import collections
@@ -32,9 +32,9 @@ _FLAGS = {
     # Nothing of it runs: code is made as fast as it can be, by the older of two ways.
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-    # In that order what is computed again must not be free to come early, nor may gradients wait
-    # for each other to be summed together; and float16 must not be sent and held in float32.
+    # What is computed again must not be free to come early, nor may gradients wait for each other
+    # to be summed together; and float16 must not be sent and held in float32. The order is the
+    # usual one: a memory-optimised one holds what is computed again until gradients are made of it.
     "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner,change-op-data-type",
 }
 

@@ -179,6 +179,12 @@ def test_bfloat16_is_sent_and_held_as_such():
     assert half.memory["activations"] < 0.75 * full.memory["activations"]
 
 
+def test_what_is_computed_again_is_not_held():
+    layouts = (Layout.fully_sharded(("data", "model"), rematerialise=x) for x in (None, "nothing"))
+    every, again = compile_candidates(problem(12), [Candidate(MESH, each) for each in layouts])
+    assert again.memory["activations"] < 0.25 * every.memory["activations"]
+
+
 class Dense(eqx.Module):
     layer: eqx.nn.Linear
 
