@@ -224,10 +224,10 @@ class Choices(HasReport, Sequence[Choice]):
         how = "the best so far (interrupted)" if self.interrupted else "the best"
         step = f"{best.candidate.words}; at least {seconds_text(best.seconds)} a step"
         held = f"{bytes_text(best.memory_bytes)} of {bytes_text(self.memory_limit)}"
-        verdict = f"{how} of {self.considered:,} layouts for {self.question}: {step}, {held}"
-        facts = {"memory_limit": self.memory_limit, "gap": self.gap, "toml": best.to_toml()}
+        layouts = f"{how} of {self.considered:,} layouts for {self.question}"
+        verdict = f"{layouts}: {step}, {held}, {best.priced_by}"
+        facts = {"mesh": best.mesh_sizes, "microbatches": best.microbatches, "gap": self.gap}
         notes = [*self._explain(), *self.notes]
-        verdict += f", {best.priced_by}"
         return Report("Choices", verdict, columns, rows, notes, facts=facts)
 
     def _explain(self) -> Iterator[str]:
@@ -258,7 +258,7 @@ class Choices(HasReport, Sequence[Choice]):
             yield f"Sending over {axis!r} binds, mostly {most}."
         else:
             what = "Computing" if time.compute >= time.update else "Updating the optimizer"
-            yield f"{what} binds: no other layout would be quicker."
+            yield f"{what} binds: more memory, or less to send, would change nothing."
 
 
 def _sent_text(traffic: Mapping[tuple[str, ...], float]) -> str:
