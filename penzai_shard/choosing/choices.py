@@ -193,11 +193,6 @@ def _way(candidate: Candidate) -> tuple[bool, str, int]:
     return layout.reshard_after_forward, str(policy or ""), candidate.microbatches
 
 
-def _likeness(candidate: Candidate) -> tuple[Any, ...]:
-    """What tables have in common that keep the same part of what the batch makes."""
-    return candidate.mesh_sizes, candidate.layout.between_blocks is None
-
-
 class Pricing:
     """Candidates, and what is known of their prices; Ctrl-C leaves what there is.
 
@@ -252,41 +247,6 @@ class Pricing:
         cost = self.prices.price(self.candidates[number])
         return self._add(self.estimates, number, cost, "estimated")
 
-    def _find_tables(self, most: int) -> list[list[int]]:
-        """The tables to price: on each mesh in turn the one with the least bound."""
-        by_mesh = collections.defaultdict[Hashable, list[list[int]]](list)
-        for own in self.tables:
-            by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
-        turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
-        found, quickest = list[list[int]](), dict[Hashable, float]()
-        for own in (own for own in turns if own is not None):
-            mesh = self.candidates[own[0]].mesh_sizes
-            # Tables of one mesh hardly differ by more than that.
-            if quickest.get(mesh, 0.0) <= 2 * min(quickest.values(), default=math.inf):
-                found.append(own)
-                seconds = self.estimate(own[0]).seconds
-                quickest[mesh] = min(seconds, quickest.get(mesh, math.inf))
-            if len(found) == most:
-                break
-        return found
-
-    def _price_way(self, plain: Choice, number: int) -> Choice:
-        """Prices a way of a table, and notes what it keeps as a part of what the plainest keeps."""
-        found = self.estimate(number)
-        share = found.memory["activations"] / (plain.memory["activations"] or 1)
-        *mode, parts = _way(found.candidate)
-        self.shares[(*mode, parts, *_likeness(found.candidate))] = share
-        # What the batch makes shrinks with the part of it that is computed at once.
-        self.shares.setdefault((*mode,), share * parts)
-        return found
-
-    def _guess_memory(self, plain: Choice, number: int) -> float:
-        """What a way of a table holds, by what others of other tables keep."""
-        *mode, parts = _way(self.candidates[number])
-        general = self.shares.get((*mode,), 0.0) / parts
-        share = self.shares.get((*mode, parts, *_likeness(self.candidates[number])), general)
-        return plain.memory_bytes - (1 - share) * plain.memory["activations"]
-
     def price_ways(self, most: int, error: float) -> None:
         """Prices a way of each table, then the other ways of the quickest ones.
 
@@ -294,20 +254,27 @@ class Pricing:
             most: So many are to fit before the rest counts for less.
             error: What compiled steps hold, as a part of their estimates.
         """
+        by_mesh = collections.defaultdict[Hashable, list[list[int]]](list)
+        for own in self.tables:
+            by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
+        turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
+        tables = [own for own in turns if own][: _TABLES * most]
         limit, fitting = self.devices.memory / error, list[float]()
         missed: list[tuple[float, int]] = []
-        for own in sorted(
-            self._find_tables(_TABLES * most), key=lambda own: self.estimates[own[0]].price
-        ):
+        for own in sorted(tables, key=lambda own: self.estimate(own[0]).price):
             plain = self.estimate(own[0])
             is_slower = plain.seconds > _SLOWER * min(fitting, default=math.inf)
             if len(fitting) >= (most if is_slower else 2 * most):
                 break
-            for _, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
-                ways = [*group]
+            for mode, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
+                ways, batch = [*group], plain.memory["activations"]
+                if mode not in self.shares:
+                    first = self.estimate(ways[0]).memory["activations"]
+                    self.shares[mode] = first / (batch or 1) * self.candidates[ways[0]].microbatches
                 for number in ways:
-                    held = self._guess_memory(plain, number)
-                    if held <= limit and self._price_way(plain, number).memory_bytes <= limit:
+                    kept = batch * self.shares[mode] / self.candidates[number].microbatches
+                    held = plain.memory_bytes - batch + kept
+                    if held <= limit and self.estimate(number).memory_bytes <= limit:
                         fitting.append(self.estimate(number).seconds)
                         break
                 else:
