@@ -42,10 +42,8 @@ _SLOWER = 1.25
 # Of more tables than this, times the number of layouts to compile, those are priced that have the
 # least bounds and store least, as many on each mesh.
 _TABLES = 4
-# One and two blocks say within this part what all of them hold; nearer to the limit all count.
-_NEAR_LIMIT = 0.12
-# So few blocks are compiled whole for the pick in any case.
-_FEW_BLOCKS = 8
+# One and two blocks say within this part what all of them hold: so much is left free.
+_IN_DOUBT = 0.12
 
 
 def choose_layout(
@@ -98,7 +96,8 @@ def choose_layout(
         microbatches: The numbers of microbatches to try.
         plain_arrays: As for ``TrainState.initial_state``.
         compiled: About how many layouts are compiled: twice as many where something seems quicker,
-            four times as many where nothing fits yet. Of a deep model one and two blocks are.
+            four times as many where nothing fits yet. Of a deep model one and two blocks are, and
+            12 % of the memory stay free, by which that may err.
         progress: Whether to show how far it is on standard error; None does if rich is installed.
 
     Returns:
@@ -207,6 +206,7 @@ class Pricing:
         # The plainest come first, in whatever order they are given.
         self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
         self.prices, self.cut = Prices(problem), cut_model(problem)
+        self.limit = (1 - _IN_DOUBT * (self.cut is not None)) * devices.memory
         self.estimates: dict[int, Choice] = {}
         self.exact: dict[int, Choice] = {}
         tables: dict[Hashable, list[int]] = collections.defaultdict(list)
@@ -259,7 +259,7 @@ class Pricing:
             by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
         turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
         tables = [own for own in turns if own][: _TABLES * most]
-        limit, fitting = self.devices.memory / error, list[float]()
+        limit, fitting = self.limit / error, list[float]()
         missed: list[tuple[float, int]] = []
         for own in sorted(tables, key=lambda own: self.estimate(own[0]).price):
             plain = self.estimate(own[0])
@@ -296,13 +296,14 @@ class Pricing:
                 prices = [self.estimates[number].price for number in numbers]
                 kinds = [self._kinds(number) for number in numbers]
                 compile_lot = functools.partial(self.compile, numbers)
-                search(prices, kinds, compile_lot, self.devices.memory, most)
+                search(prices, kinds, compile_lot, self.limit, most)
                 ratios = [
                     x.price.memory / self.estimates[n].price.memory for n, x in self.exact.items()
                 ]
                 error = statistics.median(ratios or [1.0])
-            while (ranked := self.rank()) and self._is_doubtful(ranked[0]):
-                number = self.candidates.index(ranked[0].candidate)
+            # What may fit is compiled with all blocks if there is nothing else, which takes long.
+            while not self.rank() and (left := self._rank(self.devices.memory)):
+                number = self.candidates.index(left[0].candidate)
                 del self.exact[number]
                 self.compile([number], [0], whole=True)
 
@@ -326,15 +327,16 @@ class Pricing:
             self._add(self.exact, number, cost, how)
         return [self.exact[numbers[i]].price for i in lot]
 
-    def _is_doubtful(self, choice: Choice) -> bool:
-        """Whether all blocks are to be compiled before it is said that they fit."""
-        is_near = choice.memory_bytes > (1 - _NEAR_LIMIT) * self.devices.memory
-        is_few = self.cut is not None and self.cut.blocks <= _FEW_BLOCKS
-        return choice.priced_by != "compiled" and (is_near or is_few)
-
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
-        fitting = (x for x in self.exact.values() if x.memory_bytes <= self.devices.memory)
+        return self._rank(self.limit)
+
+    def _rank(self, limit: float) -> list[Choice]:
+        fitting = [
+            each
+            for each in self.exact.values()
+            if each.memory_bytes <= (self.devices.memory if each.priced_by == "compiled" else limit)
+        ]
         return sorted(fitting, key=_rank)
 
     def find_gap(self, best: Choice) -> float:

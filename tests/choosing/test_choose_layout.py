@@ -202,21 +202,25 @@ def test_choose_layout_interrupted_before_anything_fits_is_interrupted(fakes):
         choose()
 
 
-@pytest.mark.parametrize(("blocks", "whole"), [(80, False), (4, True)])
-def test_choose_layout_compiles_few_blocks_whole(fakes, blocks, whole):
-    fakes.blocks = blocks
-    found = choose()
-    text = "compiled" if whole else f"compiled (1 and 2 of {blocks} blocks)"
-    assert found.best.priced_by == text
-    assert bool(fakes.wholes) == whole
-
-
-def test_choose_layout_compiles_a_pick_near_the_limit_whole(fakes):
+def test_choose_layout_leaves_memory_free_where_one_and_two_blocks_were_compiled(fakes):
     fakes.blocks = 80
-    limit = round(1.05 * choose().best.memory_bytes)
-    found = choose(memory=limit)
-    assert found.best.priced_by == "compiled"
-    assert fakes.wholes
+    found = choose(memory="4GiB")
+    assert found.best.priced_by == "compiled (1 and 2 of 80 blocks)"
+    assert all(each.memory_bytes <= 0.88 * 4 * GIB for each in found)
+
+
+@pytest.mark.parametrize(("held", "fits"), [(9.9, True), (10.1, False)])
+def test_choose_layout_compiles_all_blocks_of_what_alone_may_fit(fakes, held, fits):
+    fakes.blocks = 80
+    memory = {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0, "activations": held * GIB}
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, (), memory)
+    if fits:
+        found = choose(memory="10GiB")
+        assert [each.priced_by for each in found] == ["compiled"]
+        assert fakes.wholes == [found.best.candidate]
+    else:
+        with pytest.raises(NothingFitsError):
+            choose(memory="10GiB")
 
 
 def test_choose_layout_gives_the_same_answer_in_any_order(fakes, monkeypatch):
