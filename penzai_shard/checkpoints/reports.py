@@ -74,13 +74,21 @@ def describe_checkpoint(path: Any) -> Report:
         return _describe_run(CheckpointManager(path))
 
     rows = [(name, str(record), record.nbytes) for name, record in sorted(manifest.records.items())]
+    records, notes = manifest.records.values(), []
+    if not any(record.names for record in records):
+        notes.append("no logical axes are stored: restoring compares shapes only")
+    if not all(record.values for record in records):
+        notes.append("of some arrays no checksums are stored: their numbers cannot be verified")
     columns, facts = (_PATH, Column("array"), _SIZE), {"path": manifest.path, "kind": manifest.kind}
     verdict = f"{manifest.kind or 'plain Orbax'}: {_count_arrays(manifest.records)}"
-    return Report("Checkpoint", verdict, columns, rows, facts=facts)
+    return Report("Checkpoint", verdict, columns, rows, notes, facts=facts)
 
 
 def _describe_run(manager: CheckpointManager) -> Report:
-    metrics = {step: manager.metrics(step) for step in manager.steps()}
+    metrics = {
+        step: {name: float(f"{number:.4g}") for name, number in manager.metrics(step).items()}
+        for step in manager.steps()
+    }
     names = sorted({name for each in metrics.values() for name in each})
     rows = []
     for step, each in metrics.items():

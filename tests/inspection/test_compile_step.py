@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.inspection.compiling import _read_standard_error
+from penzai_shard.inspection.compiling import read_standard_error
 from penzai_shard.jax_internals.compiler import kept_arguments
 from tests.models import LinenBlock, model
 
@@ -172,7 +172,7 @@ def test_remat_warnings_name_the_layer(capfd):
 def test_other_words_of_the_compiler_are_passed_on(capfd):
     def write(number):
         lines = []
-        with _read_standard_error(lines):
+        with read_standard_error(lines):
             for _ in range(20):
                 os.write(2, b"%d\n" % number)
                 os.sched_yield()
