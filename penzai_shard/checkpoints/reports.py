@@ -7,19 +7,21 @@ read; to describe, its metadata only.
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from penzai_shard.arrays.inputs import run_inputs
-from penzai_shard.arrays.kinds import device_dtype, is_struct
+from penzai_shard.arrays.kinds import is_key_type, is_struct
 from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import read_checksum
 from penzai_shard.checkpoints.manager import CheckpointManager
 from penzai_shard.checkpoints.object_stores import is_url
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record, read_manifest
 from penzai_shard.checkpoints.restoring import open_arrays
-from penzai_shard.checkpoints.saving import read_numbers
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError
@@ -29,6 +31,7 @@ from penzai_shard.reports.report import Column, Report
 
 _Records = Mapping[str, ArrayRecord]
 
+_MOST_THREADS = 8
 _GOOD = ("ok", "unchecked")
 _PATH, _SIZE = Column("path", "path"), Column("size", "bytes")
 _COMPARED = _PATH, Column("what"), Column("first"), Column("second")
@@ -50,15 +53,14 @@ def describe_checkpoint(path: Any) -> Report:
         path: A checkpoint, safetensors files, or the folder of a ``CheckpointManager``.
 
     Returns:
-        Of a checkpoint a row for each array. Of the folder of a run a row for each step, with its
-        metrics.
+        Of a checkpoint a row for each array. Of the folder of a run a row for each step, with four
+        digits of its metrics.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointDamagedError: What it says of its arrays is not what was saved.
 
     >>> import tempfile
-    >>> import jax
     >>> import penzai_shard as pzs
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8), "v": jax.numpy.ones(8)})
@@ -69,12 +71,14 @@ def describe_checkpoint(path: Any) -> Report:
     try:
         manifest = read_manifest(path)
     except CheckpointNotFoundError:
-        if is_url(path) or not CheckpointManager(path).steps():
+        manager = None if is_url(path) else CheckpointManager(path)
+        if manager is None or not manager.steps():
             raise
-        return _describe_run(CheckpointManager(path))
+        return _describe_run(manager, manager.steps())
 
+    records = manifest.records.values()
     rows = [(name, str(record), record.nbytes) for name, record in sorted(manifest.records.items())]
-    records, notes = manifest.records.values(), []
+    notes = []
     if not any(record.names for record in records):
         notes.append("no logical axes are stored: restoring compares shapes only")
     if not all(record.values for record in records):
@@ -84,10 +88,10 @@ def describe_checkpoint(path: Any) -> Report:
     return Report("Checkpoint", verdict, columns, rows, notes, facts=facts)
 
 
-def _describe_run(manager: CheckpointManager) -> Report:
+def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:
     metrics = {
         step: {name: float(f"{number:.4g}") for name, number in manager.metrics(step).items()}
-        for step in manager.steps()
+        for step in steps
     }
     names = sorted({name for each in metrics.values() for name in each})
     rows = []
@@ -95,7 +99,7 @@ def _describe_run(manager: CheckpointManager) -> Report:
         records = read_manifest(manager.path_of(step)).records.values()
         rows.append((step, sum(record.nbytes for record in records), *map(each.get, names)))
     columns = (Column("step"), _SIZE, *map(Column, names))
-    verdict = f"{len(rows):,} checkpoint{'s' * (len(rows) != 1)}, the newest of step {max(metrics)}"
+    verdict = f"{len(steps):,} checkpoint{'s' * (len(steps) != 1)}, the newest of step {steps[-1]}"
     return Report("Run", verdict, columns, rows, facts={"path": manager.path})
 
 
@@ -105,8 +109,8 @@ def _describe_run(manager: CheckpointManager) -> Report:
 def compare_checkpoints(first: Any, second: Any) -> Report:
     """In what two checkpoints differ, or a checkpoint and a model or train state.
 
-    Values are read, and compared where axes, sizes and dtypes are equal. Of a model the parameters
-    are compared, also with those of a train state.
+    Values are read, and compared where axes, sizes and dtypes are equal. Of a train state and a
+    model the parameters are compared.
 
     Args:
         first: The path of a checkpoint, or a tree.
@@ -123,7 +127,6 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
         RuleTypeError, ShardingError: A tree has no arrays, or some were donated.
 
     >>> import tempfile
-    >>> import jax
     >>> import penzai_shard as pzs
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8), "v": jax.numpy.ones(8)})
@@ -133,12 +136,12 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
     w     values  float32[8]  float32[8]
     """
     with plain_context("compare_checkpoints"):
-        one, two = _read_side(first), _read_side(second)
+        (one, optional), (two, others) = _read_side(first), _read_side(second)
     if one.keys().isdisjoint(two):
         sides = (one, two), (two, one)
         one, two = (parameters.find_parameters(*side, ())[1] for side in sides)
     both = one.keys() & two.keys()
-    names = sorted(one.keys() | two.keys())
+    names = sorted(both | (one.keys() - optional) | (two.keys() - others))
     rows = []
     for name in names:
         pair = one.get(name), two.get(name)
@@ -155,25 +158,27 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
     return Report("Comparison", verdict, _COMPARED, rows, notes, ok=not rows)
 
 
-def _read_side(side: Any) -> _Records:
-    """One side, with the checksums of its numbers."""
+def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
+    """One side with the checksums of its numbers, and what counts only if the other has it too."""
     if isinstance(side, str | os.PathLike):
         # What was saved may not be what is there now.
         manifest = read_manifest(side)
         stored = manifest.records
-        sums, damaged = _read_checksums(manifest)
+        sums, damaged = _read_checksums(manifest, stored)
         refuse_damage(manifest.path, damaged)
         read = {n: dataclasses.replace(stored[n], values=x) for n, x in sums.items()}
-        return {**stored, **read}
+        return {**stored, **read}, ()
 
     leaves, _ = parameters.read_tree("compare_checkpoints", side)
-    if not parameters.is_train_state(leaves):
-        leaves = parameters.parameters_of(leaves)
     leaves = [leaf for leaf in leaves if leaf.role != "constant"]
     values = {leaf.path: leaf.value for leaf in leaves if not is_struct(leaf.value)}
-    found, _ = run_inputs(values, "compare_checkpoints")
-    sums = compute_checksums({x.path: read_numbers(x.value, device_dtype(x.dtype)) for x in found})
-    return {x.path: make_record(x, sums.get(x.path)) for x in leaves}
+    arrays = {x.path: jnp.asarray(x.value) for x in run_inputs(values, "compare_checkpoints")[0]}
+    for path, array in arrays.items():
+        arrays[path] = jax.random.key_data(array) if is_key_type(array.dtype) else array
+    sums = compute_checksums(arrays)
+    own = {x.path: make_record(x, sums.get(x.path)) for x in leaves}
+    is_whole = parameters.is_train_state(leaves)
+    return own, () if is_whole else own.keys() - {x.path for x in parameters.parameters_of(leaves)}
 
 
 def _find_differences(first: ArrayRecord | None, second: ArrayRecord | None) -> str:
@@ -210,7 +215,6 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
         CheckpointNotFoundError: There is no checkpoint.
 
     >>> import tempfile
-    >>> import jax
     >>> import penzai_shard as pzs
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8)})
@@ -226,7 +230,7 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
         lost = [(p.path, "unreadable", None, p.what, False) for p in error.problems]
         return Report("Verification", error.args[0], _VERIFIED, lost, ok=False)
 
-    found, reasons = _read_checksums(manifest, progress is not False)
+    found, reasons = _read_checksums(manifest, manifest.records, progress is not False)
     rows = []
     for name, record in sorted(manifest.records.items()):
         state = "unchecked" if record.values is None else "ok"
@@ -243,11 +247,11 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
 
 
 def _read_checksums(
-    manifest: Manifest, shown: bool = False
+    manifest: Manifest, names: Collection[str], shown: bool = False
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The checksums of arrays as they are now, and why the others cannot be read."""
     # Arrays without elements have an entry only.
-    records = {name: record for name, record in manifest.records.items() if record.nbytes}
+    records = {name: manifest.records[name] for name in names if manifest.records[name].nbytes}
     found, damaged = dict[str, str](), dict[str, str]()
 
     def read(name: str) -> None:
@@ -257,8 +261,9 @@ def _read_checksums(
         except CheckpointDamagedError as error:
             damaged[name] = error.problems[0].what
 
+    workers = min(_MOST_THREADS, os.cpu_count() or 1)
     total = sum(record.nbytes for record in records.values())
-    with draw_progress(total, "bytes", shown) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with draw_progress(total, "bytes", shown) as bar, ThreadPoolExecutor(workers) as pool:
         for record, _ in zip(records.values(), pool.map(read, records), strict=True):
             bar.advance(record.nbytes)
     return found, damaged

@@ -67,6 +67,7 @@ def test_describe_checkpoint_of_other_programs(tmp_path):
         report = describe_checkpoint(path)
         arrays = {path: row["array"] for path, row in rows_of(report).items()}
         assert arrays == {"v": "int32[3]", "w": "float32[2, 4]"}
+        assert len(report.notes) == 2
         verified = verify_checkpoint(path)
         assert verified.ok
         assert {row["state"] for row in rows_of(verified).values()} == {"unchecked"}
@@ -78,7 +79,7 @@ def test_describe_checkpoint_of_other_programs(tmp_path):
 
 
 def test_describe_checkpoint_of_a_run(tmp_path):
-    metrics = {1: {"loss": 2.0}, 2: {"loss": 1.5, "accuracy": 0.25}, 3: None}
+    metrics = {1: {"loss": 2.0}, 2: {"loss": 1.5, "accuracy": 0.250000001}, 3: None}
     with pzs.CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as manager:
         for step, numbers in metrics.items():
             manager.save(step, {"step": jnp.int32(step), "w": jnp.ones(256)}, numbers)
@@ -90,9 +91,12 @@ def test_describe_checkpoint_of_a_run(tmp_path):
     (tmp_path / "step_00000003" / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(pzs.CheckpointDamagedError):
         describe_checkpoint(tmp_path)
-    for act in (describe_checkpoint, verify_checkpoint):
-        with pytest.raises(pzs.CheckpointNotFoundError):
-            act(tmp_path / "elsewhere")
+
+
+def test_reports_of_nothing(tmp_path):
+    for act in (describe_checkpoint, verify_checkpoint, lambda path: compare_checkpoints({}, path)):
+        with pytest.raises((pzs.CheckpointNotFoundError, pzs.RuleTypeError)):
+            act(tmp_path)
 
 
 # In what two differ
@@ -173,3 +177,12 @@ def test_verify_checkpoint_and_compare_checkpoints_find_what_is_damaged(tmp_path
     # Its metadata.
     (tmp_path / "a" / "_CHECKPOINT_METADATA").write_text("{}")
     assert {*states_of(path).values()} == {"unreadable"}
+
+
+def test_restore_params_logs_what_it_cost(saved, caplog):
+    caplog.set_level("INFO", "penzai_shard")
+    pzs.restore_params(saved, MLP, WIDE, RULES)
+    size = sum(row["size"] for row in rows_of(describe_checkpoint(saved)).values())
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert f"restored {size} B" in text
+    assert f"read {size} B" in text
