@@ -126,6 +126,23 @@ def test_choose_layout_picks_the_best_that_fits_however_memory_is_estimated(fake
     assert found.best.seconds <= 1.02 * min(fitting)
 
 
+def test_choose_layout_looks_at_a_mesh_whose_first_table_is_slow(fakes):
+    def slow_first(candidate):
+        found = cost(candidate)
+        is_quick = dict(candidate.mesh_sizes) == {"data": 8}
+        is_first = "embedding" in str(candidate.layout.parameters)
+        factor = (100 if is_first else 0.1) if is_quick else 1
+        return dataclasses.replace(found, flops=found.flops * factor, sent=())
+
+    fakes.exact = fakes.estimate = slow_first
+    fakes.bound = lambda problem, candidate, hardware: (
+        1e-9 if "embedding" in str(candidate.layout.parameters) else 1e-6
+    )
+    best = choose().best
+    assert best.mesh_sizes == {"data": 8}
+    assert "embedding" not in str(best.layout.parameters)
+
+
 def test_choose_layout_ranks_equal_times_by_what_is_simpler(fakes):
     fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, (), cost(candidate).memory)
     best = choose().best
