@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import os
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -155,8 +154,6 @@ def fit(
     [3.0, 0.75, 0.1875]
     """
     _check(locals())
-    options = types.SimpleNamespace(**locals())
-    del options.state  # It would stay in memory.
     place = shard_batch or (lambda batch: batch)
     if mesh is not None:
         place = functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)
@@ -170,7 +167,9 @@ def fit(
 
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
         state, position, saved = _find_start(state, step, manager, steps, resume)
-        loop = TrainingLoop(options, state, position, saved, bar, manager, evaluating)
+        when = steps, log_every, save_every, evaluate_every
+        others: Any = on_log, loss, allow_nonfinite, manager, best, evaluating
+        loop = TrainingLoop(step, state, position, saved, bar, *when, *others)
         items = draw("batches", batches, position, most=steps and steps - loop.done)
         try:
             stops, feed = stop_requests(stop_event), BatchFeed(items, prefetch)

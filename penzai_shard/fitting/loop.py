@@ -137,22 +137,38 @@ class TrainingLoop:
     """The steps of a run, and what it does besides.
 
     Attributes:
-        options: The arguments of ``fit``.
+        step: The train step.
         state: The train state after the last step that was dispatched, the first one to begin with.
         position: Where the run is in its batches.
         saved: The step of the newest checkpoint.
         bar: Shows how far the run is.
+        last: The number of the last step; None goes on until the batches end.
+        log_every: After how many steps to make a record.
+        save_every: After how many steps to save; None saves only at the end.
+        evaluate_every: After how many steps to evaluate, and after the last.
+        on_log: Takes the records.
+        loss: The key of the loss in what a step reports; None if it has none.
+        allow_nonfinite: Whether the loss may be infinite or not a number.
         manager: Where to save; None saves nothing.
+        best: What the manager takes for the best.
         evaluate: Evaluates a state; None where there is nothing to evaluate.
         done: The number of the last step that was dispatched.
     """
 
-    options: Any
+    step: Any
     state: TrainState
     position: Position
     saved: int | None
     bar: Bar
+    last: int | None
+    log_every: int | None
+    save_every: int | None
+    evaluate_every: int | None
+    on_log: Callable[[LogRecord], Any] | None
+    loss: str | None
+    allow_nonfinite: bool
     manager: Any
+    best: Any
     evaluate: Any
 
     def __post_init__(self) -> None:
@@ -171,7 +187,7 @@ class TrainingLoop:
             Exception: What the iterator of batches raised. In all cases but that of the loss the
                 state was saved before.
         """
-        last, is_ended = self.options.steps, False
+        last, is_ended = self.last, False
         self.bar.advance(self.done)
         if self.saved is not None:
             self.bar.show(f"resumed from {self.manager.path}, {self.position.used} batches used")
@@ -209,8 +225,8 @@ class TrainingLoop:
     def _do(self, batch: Batch) -> None:
         """Gives one step to the devices, and reads what the one before it reported."""
         if self.done == self._start:
-            _warn_if_not_placed(self.state, self.options.step, batch)
-        returned = self.options.step(self.state, **batch.inputs)
+            _warn_if_not_placed(self.state, self.step, batch)
+        returned = self.step(self.state, **batch.inputs)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         is_right = is_pair and isinstance(returned[0], TrainState)
         fix = "step=build_train_step_fn(loss_fn)"
@@ -218,9 +234,9 @@ class TrainingLoop:
         self.state, report = returned
         self.done += 1
         self.position = batch.position
-        loss = find_loss(report, self.options.loss)
+        loss = find_loss(report, self.loss)
         self._unread.append((self.done, batch.tokens, report, loss, self.state.step))
-        saves = _is_due(self.options.save_every, self.done)
+        saves = _is_due(self.save_every, self.done)
         self._read(0 if saves or self._is_evaluated(self.done) else 1)
         if saves:
             self._save()
@@ -233,13 +249,13 @@ class TrainingLoop:
             self.bar.advance()
             self._pace.end_step(tokens)
             value = None if loss is None else float(np.asarray(loss).item())
-            if not (value is None or math.isfinite(value) or self.options.allow_nonfinite):
+            if not (value is None or math.isfinite(value) or self.allow_nonfinite):
                 saved = f"; step {self.saved} is saved" if self.saved else ""
                 fix = "Write optax.clip_by_global_norm(1.0), or allow_nonfinite=True."
                 problem = Problem("loss", f"it is {value} at step {number}{saved}", fix)
                 raise errors.NonFiniteLossError("training diverged:", [problem])
             # If all are read, the state is that after this step.
-            if not self._unread or _is_due(self.options.log_every, number):
+            if not self._unread or _is_due(self.log_every, number):
                 self._log(number, value, report)
 
     def _log(self, number: int, loss: float | None, report: Any) -> None:
@@ -248,12 +264,11 @@ class TrainingLoop:
         metrics, pace = copy_to_host(report), self._pace.take()
         self._record = record = LogRecord(number, loss, metrics, *pace, evaluation)
         self.bar.show(str(record))
-        if self.options.on_log is not None:
-            self.options.on_log(record)
+        if self.on_log is not None:
+            self.on_log(record)
 
     def _is_evaluated(self, step: int) -> bool:
-        every, last = self.options.evaluate_every, self.options.steps
-        return _is_due(every, step) or bool(self.evaluate and step == last)
+        return _is_due(self.evaluate_every, step) or bool(self.evaluate and step == self.last)
 
     def _end(self) -> None:
         """Reads and saves what was not yet."""
@@ -269,13 +284,12 @@ class TrainingLoop:
         metrics = read_numbers(numbers)
         extra = {"batches": self.position._asdict()}
         # An evaluation has it, perhaps.
-        best = self.options.best
-        missing = {best[0]: math.nan} if best and best[0] not in metrics else {}
+        missing = {self.best[0]: math.nan} if self.best and self.best[0] not in metrics else {}
         self.manager.save(self.done, self.state, metrics | missing, extra=extra)
         self.saved = self.done
         self._pace.skip()
         if missing and (record.evaluation is not None or self.evaluate is None):
-            what = f"no step has the metric {best[0]!r}, but {', '.join(metrics)}"
+            what = f"no step has the metric {self.best[0]!r}, but {', '.join(metrics)}"
             problem = Problem("best", what, "Write best=('loss', 'min').")
             raise errors.RuleTypeError("fit:", [problem])
 
