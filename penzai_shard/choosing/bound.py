@@ -10,11 +10,11 @@ what the layout leaves to it; what it only may have to do is left out.
   are summed and scattered at least, and what is not stored split over them is gathered. Both are an
   all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). Where they are
   scattered, devices that have the same sum over a mesh axis may send a part of it each.
-- *Parameters* that ``GatherParameters`` gathers, once. Others may stay where they are, and
+- *Parameters* that the layout gathers, block by block or in front of the loss, once. Others may stay where they are, and
   activations be moved instead, which is less for few examples; over the mesh axes by which they are
   stored split, nothing is certain.
 - *Tables*: of rows that are looked up, XLA sends the rows and not the gradient of the table where
-  table or statistics are split, unless ``GatherParameters`` says how the gradient lies.
+  table or statistics are split, unless it is gathered, which says how the gradient lies.
 - *Statistics* of the optimizer are read once and written once.
 
 Activations are not counted, and microbatches and what is gathered again send more than this.
@@ -122,11 +122,14 @@ def _read_step(problem: Problem) -> _Step:
 
     mesh = make_mesh({"data": 2}, abstract=True)
     with warnings.catch_warnings():
-        # Of models whose layers are not known nothing is gathered.
+        # Of models that pin their own activations nothing is gathered.
         warnings.simplefilter("ignore", ShardingWarning)
         layout = Layout.fully_sharded(min_size=0, **options)
         edited = layout.recipe(model, mesh).apply(model)
-    inside = [leaf for x in find_matches(edited, GatherParameters) for leaf in leaves_of(x.before)]
+    gathering = [match.before for match in find_matches(edited, GatherParameters)]
+    if layout.gathering(model, mesh) is not None:
+        gathering.append(model)
+    inside = [leaf for each in gathering for leaf in leaves_of(each)]
     paths = {leaf.path for leaf in inside}
     outside = {(leaf.names, leaf.shape) for leaf in leaves_of(edited) if leaf.path not in paths}
     gathered = {(leaf.names, leaf.shape) for leaf in inside} - outside

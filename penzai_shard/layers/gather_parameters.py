@@ -1,13 +1,14 @@
 """Lays parameters out in one way while they are stored and in another while they are used."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from penzai import pz
 
-from penzai_shard.arrays.structure import Leaf, Named, Structure, leaves_of
+from penzai_shard.arrays.structure import Named, Structure, leaves_of
 from penzai_shard.layers.constraints import pin_by_name
 from penzai_shard.layers.remat import GATHERED
 from penzai_shard.layers.wrapper import Call, WrapperLayer
@@ -61,12 +62,9 @@ class GatherParameters(WrapperLayer):
     stored: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        self.__dict__["rules"] = self._request(self.rules).rules
+        self.__dict__["rules"] = _request(self.mesh, self.rules).rules
         if self.stored is not None:
-            self.__dict__["stored"] = self._request(self.stored).rules
-
-    def _request(self, rules: Any, **more: Any) -> arguments.Request:
-        return arguments.read("GatherParameters", self.mesh, rules, on_unnamed="replicate", **more)
+            self.__dict__["stored"] = _request(self.mesh, self.stored).rules
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         structure.check_paths()
@@ -76,25 +74,45 @@ class GatherParameters(WrapperLayer):
             # Other libraries do not tell parameters from constants.
             tells = any(leaf.role == "parameter" for leaf in leaves)
             own = [x for x in leaves if (x.role == "parameter" if tells else x.path[:4] == "body")]
-            gathered = self._gather(own)
+            named = {leaf.path: Named(leaf.value, leaf.names) for leaf in own}
+            gathered = gather(named, self.mesh, self.rules, self.gradients_as_used, self.stored)
             return call([gathered.get(leaf.path, leaf.value) for leaf in leaves])
 
         return call_gathered
 
-    def _gather(self, parameters: list[Leaf]) -> Any:
-        """The values of parameters in the layout of their use, by path."""
 
-        def pin(values: Any, rules: Any, **more: Any) -> Any:
-            tree = {leaf.path: Named(values[leaf.path], leaf.names) for leaf in parameters}
-            return pin_by_name(tree, self._request(rules, **more))
+def gather(
+    parameters: Mapping[str, Named],
+    mesh: AnyMesh,
+    rules: Any,
+    gradients_as_used: bool = True,
+    stored: Any = None,
+) -> Any:
+    """The values of parameters in the layout of their use, by path.
 
-        values = {leaf.path: leaf.value for leaf in parameters}
-        if self.stored is not None:
-            values = pin(values, self.stored, on_indivisible="replicate")
-        if self.gradients_as_used:
-            return checkpoint_name(pin(values, self.rules), GATHERED)
-        use = jax.custom_jvp(lambda values: pin(values, self.rules))
-        # By `pin`: as an operation of its own a gathered parameter would be kept by policies that
-        # know it only under the name that it gets here.
-        use.defjvp(lambda values, tangents: (pin(values[0], self.rules), tangents[0]))
-        return checkpoint_name(use(values), GATHERED)
+    Args:
+        parameters: The parameters by path.
+        mesh: As for ``GatherParameters``, and so the others.
+        rules: How they are used.
+        gradients_as_used: Whether gradients are summed in that layout too.
+        stored: How they are stored, if that is to be said again.
+    """
+
+    def pin(values: Any, rules: Any, **more: Any) -> Any:
+        tree = {path: Named(values[path], own.names) for path, own in parameters.items()}
+        return pin_by_name(tree, _request(mesh, rules, **more))
+
+    values = {path: own.value for path, own in parameters.items()}
+    if stored is not None:
+        values = pin(values, stored, on_indivisible="replicate")
+    if gradients_as_used:
+        return checkpoint_name(pin(values, rules), GATHERED)
+    use = jax.custom_jvp(lambda values: pin(values, rules))
+    # By `pin`: as an operation of its own a gathered parameter would be kept by policies that
+    # know it only under the name that it gets here.
+    use.defjvp(lambda values, tangents: (pin(values[0], rules), tangents[0]))
+    return checkpoint_name(use(values), GATHERED)
+
+
+def _request(mesh: AnyMesh, rules: Any, **more: Any) -> arguments.Request:
+    return arguments.read("GatherParameters", mesh, rules, on_unnamed="replicate", **more)

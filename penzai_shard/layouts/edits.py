@@ -8,9 +8,10 @@ layers* look tokens up, or give logits. The model is wrapped once at each place.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock, TransformerFeedForward
 
@@ -18,7 +19,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import Problem, Problems, RuleTypeError, warn_caller
 from penzai_shard.layers.axis_order import moves_axes
 from penzai_shard.layers.constraints import ConstrainActivations
-from penzai_shard.layers.gather_parameters import GatherParameters
+from penzai_shard.layers.gather_parameters import GatherParameters, gather
 from penzai_shard.layers.remat import Checkpointed
 from penzai_shard.layers.shard_mapped import ShardMapped
 from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
@@ -34,6 +35,8 @@ from penzai_shard.surgery.where import ROOT, Place, Where
 
 _BLOCKS = (TransformerBlock,)
 _REGIONS = (pz.nn.Attention, pz.nn.KVCachingAttention, TransformerFeedForward)
+# What parameters lie in where the model's own code pins activations by name: linen, Haliax.
+_PINNED = ("flax.core.meta", "flax.linen.spmd", "haliax.core")
 _HEADLINE = "this layout edits layers:"
 
 
@@ -93,7 +96,9 @@ class RecipeMaker:
             what, fix = "it is in a layout already", "Write layout.recipe(strip(model), mesh)."
             raise RuleTypeError(_HEADLINE, [Problem("", what, fix)])
         edits = Recipe()
-        if self._has_layers():
+        if not self._has_layers:
+            self._check_rest()
+        else:
             tables = self.found.tables
             if layout.manual:
                 rules = tables["compute"] | tables["parameters"]
@@ -109,27 +114,42 @@ class RecipeMaker:
             edits = Recipe(edits, mixed_precision(layout.precision))
         return Recipe(edits, keep_axis_order()) if find_matches(model, moves_axes) else edits
 
+    def make_gathering(self) -> Callable[..., Any] | None:
+        """What gathers all parameters in front of the loss, in a model without known layers."""
+        is_left = self.layout.blocks is not None or self._has_layers or self._is_pinned
+        if is_left or self._gathering is None:
+            return None
+        return functools.partial(gather, mesh=self.mesh, **self._gathering)
+
+    @functools.cached_property
+    def _is_pinned(self) -> bool:
+        """Whether the model's own code pins activations, so that parameters come to these."""
+        is_box = lambda x: type(x).__module__ in _PINNED  # noqa: E731
+        return any(map(is_box, jax.tree.leaves(self.model, is_leaf=is_box)))
+
+    @functools.cached_property
     def _has_layers(self) -> bool:
-        """Whether there are layers to edit; else the compiler decides, which a warning says.
+        """Whether there are layers to edit; modules of Equinox are of plain arrays, or Haliax's."""
+        return self._find_place(_BLOCKS) != () and bool(find_matches(self.model, pz.nn.Layer))
+
+    def _check_rest(self) -> None:
+        """Warns where the compiler decides, of a model without layers to edit.
 
         Raises:
             RuleTypeError: The layout does to blocks what cannot be done without them.
         """
         layout, name = self.layout, type(self.model).__name__
-        # Modules of Equinox are layers, too, but of plain arrays, or with constraints of Haliax.
-        if self._find_place(_BLOCKS) != () and find_matches(self.model, pz.nn.Layer):
-            return True
         problems = Problems(_HEADLINE)
         for option in ("blocks", "rematerialise", "manual", "reshard_after_forward"):
             if getattr(layout, option):
                 what = f"it is for layers of named arrays, and the {name} is left to the compiler"
                 problems.add(option, what, "Leave it out, or name such layers with blocks=.")
         problems.raise_if_any(RuleTypeError)
-        if layout.blocks is None and (self._gathering is not None or self._split_in_layers):
-            # Otherwise only gradients are summed, and there is one way to do that.
-            fact = f"a layout knows no layers of the {name}: where it gathers, the compiler decides"
+        gathers = self._gathering is not None and self._is_pinned
+        if layout.blocks is None and (gathers or self._split_in_layers):
+            # Otherwise gradients are summed, and there is one way to do that.
+            fact = f"a layout knows no layers of the {name}: where it reduces, the compiler decides"
             warn_caller([f"{fact}. Write blocks=MyBlock, or blocks=() if that is meant."])
-        return False
 
     # What the edits follow from
 

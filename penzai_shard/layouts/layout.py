@@ -226,7 +226,23 @@ class Layout(LayoutPresets, LayoutFiles):
                 layout splits.
             MeshError: A rule names a mesh axis that the mesh does not have.
         """
-        return RecipeMaker(model, auto_twin(mesh), self, self.find_roles(model, mesh)).make()
+        return self._make_edits(model, mesh).make()
+
+    def gathering(self, model: Any, mesh: AnyMesh) -> Callable[..., Any] | None:
+        """What gathers all parameters in front of the loss, for ``build_eval_step_fn(gather=)``.
+
+        It is for models whose blocks the layout does not know, so that ``recipe`` cannot gather
+        them block by block: dictionaries, modules of Equinox and of NNX. None is for all others,
+        and with ``blocks=()``; those of linen and Haliax have constraints of their own.
+
+        Args:
+            model: The model, concrete or abstract.
+            mesh: The mesh.
+        """
+        return self._make_edits(model, mesh).make_gathering()
+
+    def _make_edits(self, model: Any, mesh: AnyMesh) -> RecipeMaker:
+        return RecipeMaker(model, auto_twin(mesh), self, self.find_roles(model, mesh))
 
     def computing(self, loss_fn: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
         """A loss function whose model computes in this layout, for an evaluation, for instance.
@@ -337,6 +353,7 @@ class Layout(LayoutPresets, LayoutFiles):
                 state = dataclasses.replace(made, opt_arrays=opt_arrays, template=state.template)
         step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
         step_options.setdefault("step_metrics", ["loss"])
+        step_options.setdefault("gather", self.gathering(shapes, mesh))
         step_options["train_state_shardings"] = shardings
         return state, build_train_step_fn(layout.computing(loss_fn, mesh), **step_options)
 

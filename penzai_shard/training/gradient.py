@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from penzai_shard.arrays.structure import flatten, leaves_of
+from penzai_shard.arrays.structure import Named, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, ShardingError, require
 from penzai_shard.layers.manual import fold_rng_over_axis, vary_over
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
@@ -225,7 +225,12 @@ def _call_loss(
     """
     state_arrays, loss_fn_state = carry
     template = state.template
-    model = template.bind_for_loss(trained | state.fixed_arrays | state_arrays)
+    arrays = trained | state.fixed_arrays
+    if call.gather is not None:
+        names, kinds = template.names, template.kinds
+        parameters = [path for path in arrays if kinds[path] in (Kind.TRAINED, Kind.FROZEN)]
+        arrays |= call.gather({path: Named(arrays[path], names[path]) for path in parameters})
+    model = template.bind_for_loss(arrays | state_arrays)
     leaves, structure = flatten(model)
     with jax.named_scope(LOSS):
         result = call.loss_fn(model=call.wrap(model), rng=rng, state=loss_fn_state, **inputs)

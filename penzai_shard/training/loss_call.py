@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from penzai_shard.arrays.structure import Leaf, Structure, flatten
+from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 
 _CONCATENATE = "concatenate"
@@ -35,6 +35,8 @@ class LossCall:
         reductions: How outputs of several microbatches or devices are joined, by path.
         manual_axes: The mesh axes over which each device computes the loss of its own examples.
         wrap: What the loss function gets in place of the model, as a function of it.
+        gather: Gives parameters as the loss function computes with them, by path; None leaves that
+            to the compiler.
     """
 
     loss_fn: Callable[..., Any]
@@ -43,6 +45,7 @@ class LossCall:
     reductions: Mapping[str, str]
     manual_axes: tuple[str, ...]
     wrap: Callable[[Any], Any] = lambda model: model
+    gather: Callable[[Mapping[str, Named]], Any] | None = None
 
 
 def read_reductions(declared: Any) -> dict[str, str]:

@@ -260,6 +260,7 @@ def build_train_step_fn(
     aux_reduction: Any = None,
     step_metrics: Sequence[str] = (),
     manual_axes: str | Sequence[str] | None = None,
+    gather: Callable[..., Any] | None = None,
 ) -> Any:
     """Builds the function that does one step of training.
 
@@ -295,6 +296,8 @@ def build_train_step_fn(
             gradients are averaged over the devices, so that the loss must be a mean, or the pair
             above; it may be one that ``jax.lax.pmean`` or ``psum`` has made the same on all. What
             is carried on must be the same on all devices.
+        gather: Gives the loss function its parameters as it computes with them:
+            ``layout.gathering(model, mesh)``. By default the compiler decides.
 
     Returns:
         ``step(train_state, **inputs) -> (train_state, aux)``. ``step.lower`` and ``step.trace`` are
@@ -317,7 +320,7 @@ def build_train_step_fn(
     (3.0, [0.5, 0.5, 0.5])
     """
     reductions, axes = read_reductions(aux_reduction), _read_texts(manual_axes)
-    call = LossCall(loss_fn, accumulate_steps, batch_axis, reductions, axes)
+    call = LossCall(loss_fn, accumulate_steps, batch_axis, reductions, axes, gather=gather)
     metrics = _read_texts(step_metrics)
     shardings = train_state_shardings, input_kwarg_shardings or {}, aux_output_shardings
     return _Step("A train step", call, jit, *shardings, donate_params_and_state, metrics)
@@ -330,7 +333,7 @@ def build_eval_step_fn(loss_fn: Callable[..., Any], **options: Any) -> Any:
         loss_fn: As for ``build_train_step_fn``.
         **options: As for ``build_train_step_fn``: ``jit``, ``input_kwarg_shardings``,
             ``train_state_shardings``, ``aux_output_shardings``, ``accumulate_steps``,
-            ``batch_axis``, ``aux_reduction``, ``manual_axes``.
+            ``batch_axis``, ``aux_reduction``, ``manual_axes``, ``gather``.
 
     Returns:
         ``evaluate(train_state, **inputs) -> (loss, aux)``.

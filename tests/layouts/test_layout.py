@@ -219,11 +219,11 @@ def test_a_sequence_of_other_layers_is_gathered_layer_by_layer(layout):
     assert pzs.Recipe.from_json(recipe.to_json(), mesh=TWO, allow=[__name__.partition(".")[0]])
 
 
-def test_a_model_of_unknown_parts_is_left_to_the_compiler_with_a_warning():
-    model = Parts(*build_blocks().sublayers)
-    with pytest.warns(pzs.ShardingWarning, match="Parts"):
-        assert not Layout.fully_sharded(min_size=1).recipe(model, EIGHT).edits
-    assert Layout.fully_sharded(min_size=1, blocks=Block).recipe(model, EIGHT).edits
+def test_a_model_of_unknown_parts_is_gathered_in_front_of_the_loss():
+    model, layout = Parts(*build_blocks().sublayers), Layout.fully_sharded(min_size=1)
+    assert not layout.recipe(model, EIGHT).edits and layout.gathering(model, EIGHT)
+    layout = Layout.fully_sharded(min_size=1, blocks=Block)
+    assert layout.recipe(model, EIGHT).edits and layout.gathering(model, EIGHT) is None
 
 
 def test_a_model_is_laid_out_once():
@@ -243,13 +243,16 @@ def test_names_that_a_model_lacks_are_refused_at_once_with_one_fix():
     assert Layout.two_dimensional(names=names, min_size=1).recipe(model, TWO).edits
 
 
-def test_a_model_without_layers_is_left_to_the_compiler_with_a_warning():
-    weights = {"w": pz.nx.ones({"in": 8, "out": 8})}
+def test_a_model_whose_layers_reduce_where_the_compiler_decides_warns():
+    weights = {"w": pz.nx.ones({"embedding": 8, "neurons": 8})}
+    names = {"heads": None}
     with pytest.warns(pzs.ShardingWarning, match="blocks=()"):
-        assert not Layout.fully_sharded(min_size=1).recipe(weights, EIGHT).edits
-    assert not Layout.fully_sharded(min_size=1, blocks=()).recipe(weights, EIGHT).edits
-    # There is one way to sum gradients.
-    assert not Layout.data_parallel().recipe(weights, EIGHT).edits
+        assert not Layout.two_dimensional(min_size=1, names=names).recipe(weights, TWO).edits
+    layout = Layout.two_dimensional(min_size=1, names=names, blocks=())
+    assert not layout.recipe(weights, TWO).edits and layout.gathering(weights, TWO) is None
+    # There is one way to sum gradients, and nothing to gather.
+    layout = Layout.data_parallel()
+    assert not layout.recipe(weights, EIGHT).edits and layout.gathering(weights, EIGHT) is None
     layout = Layout.fully_sharded(manual=True, rematerialise="dots", precision="bfloat16")
     paths = problem_paths(pzs.ShardingError, layout.recipe, weights, EIGHT)
     assert paths == ["rematerialise", "manual"]

@@ -1,6 +1,7 @@
 """Models of other libraries in layouts: a small transformer of each, by its own constraints."""
 
 import functools
+import re
 
 import equinox as eqx
 import flax.linen as nn
@@ -13,7 +14,7 @@ from flax import nnx
 
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
-from tests.layouts.transformers import make_tokens
+from tests.layouts.transformers import count_collectives, make_tokens
 from tests.models import MODELS, hax
 from tests.training.losses import LOSSES
 
@@ -145,6 +146,8 @@ LAYOUTS = {
         Layout.two_dimensional(min_size=64, names=NAMES, blocks=()),
         {"data": 4, "model": 2},
     ),
+    "fully_sharded": (Layout.fully_sharded(min_size=1, unnamed="largest"), {"data": 8}),
+    "hybrid": (Layout.hybrid(min_size=1, unnamed="largest"), {"replica": 2, "data": 4}),
 }
 
 
@@ -180,6 +183,44 @@ def test_library_trains_as_on_one_device(library):
     assert flops <= 1.35 / 8
 
 
+def count_elements(compiled, kinds):
+    """All elements of matrices that the collectives of some kinds give."""
+    types = re.findall(rf"= (.*?) (?:{kinds})\(", compiled.as_text())
+    matrices = re.findall(r"\b\w+\[(\d+),(\d+)\]", " ".join(types))
+    return sum(int(rows) * int(columns) for rows, columns in matrices)
+
+
+def build_nnx_mlp():
+    up, down = (nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(seed)) for seed in range(2))
+    return nnx.Sequential(up, nnx.relu, down)
+
+
+@pytest.mark.parametrize("name", ["fully_sharded", "hybrid"])
+@pytest.mark.parametrize("library", ["equinox", "nnx", "plain"])
+def test_what_has_no_known_blocks_moves_parameters_and_gradients_only(library, name):
+    loss_fn, x = LOSSES[library]
+    build = build_nnx_mlp if library == "nnx" else MODELS[library]
+    losses, state, compiled = train(build, loss_fn, name, x=x)
+    one, _, _ = train(build, loss_fn, "one device", x=x)
+    np.testing.assert_allclose(losses, one, rtol=1e-5)
+    matrices = [x for x in state.trained_arrays.values() if x.ndim == 2]
+    split = sum(x.size for x in matrices if not x.sharding.is_fully_replicated)
+    assert split and count_elements(compiled, "all-gather") == split
+    # Gradients are reduced once, within data and over replicas of a part.
+    reduced = count_elements(compiled, "all-reduce|reduce-scatter|all-to-all|collective-permute")
+    ways = 1 if name == "fully_sharded" else 1 + 1 / 4
+    assert reduced <= ways * sum(x.size for x in matrices)
+
+
+@pytest.mark.filterwarnings("ignore:jax:DeprecationWarning:haliax")
+@pytest.mark.parametrize("library", ["linen", "haliax"])
+def test_models_that_pin_their_own_activations_are_left_to_the_compiler(library):
+    layout, mesh = Layout.fully_sharded(min_size=1), pzs.make_mesh({"data": 8})
+    with pytest.warns(pzs.ShardingWarning, match="blocks=()"):
+        assert not layout.recipe(TRANSFORMERS[library][0](), mesh).edits
+    assert layout.gathering(TRANSFORMERS[library][0](), mesh) is None
+
+
 @pytest.mark.parametrize("library", ["equinox", "plain"])
 def test_arrays_without_names_are_split_if_asked(library):
     loss_fn, x = LOSSES[library]
@@ -199,6 +240,23 @@ def test_computing_is_for_evaluations():
         pzs.build_eval_step_fn(loss_fn).lower(state, **batch).as_text() for loss_fn in losses
     )
     assert plain.count("sharding_constraint") < pinned.count("sharding_constraint")
+
+
+def test_gathering_is_for_evaluations():
+    loss_fn, x = LOSSES["plain"]
+    layout, sizes = LAYOUTS["fully_sharded"]
+    mesh = pzs.make_mesh(sizes)
+    _, state, _ = train(MODELS["plain"], loss_fn, "fully_sharded", x=x)
+    batch = layout.shard_batch({"x": x}, mesh, first_axis="batch")
+    gather = layout.gathering(MODELS["plain"](), mesh)
+    evaluate = pzs.build_eval_step_fn(loss_fn, gather=gather)
+    assert float(evaluate(state, **batch)[0]) == pytest.approx(
+        float(pzs.build_eval_step_fn(loss_fn)(state, **batch)[0]), rel=1e-5
+    )
+    assert {*count_collectives(evaluate.lower(state, **batch).compile())} == {
+        "all-gather",
+        "all-reduce",
+    }
 
 
 class NnxWithState(nnx.Module):
