@@ -10,9 +10,9 @@ what the layout leaves to it; what it only may have to do is left out.
   are summed and scattered at least, and what is not stored split over them is gathered. Both are an
   all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). Where they are
   scattered, devices that have the same sum over a mesh axis may send a part of it each.
-- *Parameters* that the layout gathers, block by block or in front of the loss, once. Others may stay where they are, and
-  activations be moved instead, which is less for few examples; over the mesh axes by which they are
-  stored split, nothing is certain.
+- *Parameters* that the layout gathers, block by block or in front of the loss, once. Others may
+  stay where they are, and activations be moved instead, which is less for few examples; over the
+  mesh axes by which they are stored split, nothing is certain.
 - *Tables*: of rows that are looked up, XLA sends the rows and not the gradient of the table where
   table or statistics are split, unless it is gathered, which says how the gradient lies.
 - *Statistics* of the optimizer are read once and written once.
@@ -32,7 +32,7 @@ from penzai_shard.choosing.cost import Prices, Sent, StepCost
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps
+from penzai_shard.choosing.spmd import DeviceProgram
 from penzai_shard.errors import ShardingWarning
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layouts.axis_roles import mesh_axes_of
@@ -118,7 +118,8 @@ def _read_step(problem: Problem) -> _Step:
     model, blocks = (problem.model, 1) if cut is None else (cut.one, cut.blocks)
     options: dict[str, Any] = {"names": problem.names, "blocks": problem.blocks}
     one = Candidate((("data", 1),), Layout(parameters={}, compute={}, **options))
-    flops = Prices(problem).price(one).flops
+    prices = Prices(problem)
+    flops = prices.price(one).flops
 
     mesh = make_mesh({"data": 2}, abstract=True)
     with warnings.catch_warnings():
@@ -133,7 +134,7 @@ def _read_step(problem: Problem) -> _Step:
     paths = {leaf.path for leaf in inside}
     outside = {(leaf.names, leaf.shape) for leaf in leaves_of(edited) if leaf.path not in paths}
     gathered = {(leaf.names, leaf.shape) for leaf in inside} - outside
-    program = MarkedSteps(problem, model).place(one)
+    program = prices.steps[0].place(one)
     # There is one such product for each weight at most, beside others of as many operations.
     over_examples = blocks * _count_over(program, problem.sizes[problem.batch_axis])
     return _Step(flops, min(over_examples, flops / 2), gathered, set(_find_tables(program)))

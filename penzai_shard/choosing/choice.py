@@ -42,6 +42,7 @@ class Choice:
         hardware: The devices.
         priced_by: ``"compiled"``, ``"compiled (1 and 2 of 80 blocks)"``, or ``"estimated"``.
         step_options: What the step is built with besides.
+        doubt: The part of the memory that has to stay free, by which ``memory`` may err.
         pays: What takes longer than in the pick, and by how many seconds: the three that matter
             most, then what it saves most, less than 0.
     """
@@ -51,6 +52,7 @@ class Choice:
     hardware: Hardware
     priced_by: str
     step_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    doubt: float = 0.0
     pays: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -87,6 +89,11 @@ class Choice:
     def memory_bytes(self) -> int:
         """All that a device holds."""
         return self.cost.memory_bytes
+
+    @property
+    def needs(self) -> float:
+        """The memory of a device into which it surely fits, in bytes."""
+        return self.memory_bytes / (1 - self.doubt)
 
     @property
     def price(self) -> Price:
@@ -244,12 +251,12 @@ class Choices(HasReport, Sequence[Choice]):
         slower = f"At most {math.ceil(100 * self.gap)} % slower"
         yield f"{slower}, by these costs, than any of {self.considered:,} layouts."
 
-        larger = [each for each in self.priced if each.memory_bytes > self.memory_limit]
+        larger = [each for each in self.priced if each.needs > self.memory_limit]
         quicker = [each for each in larger if each.seconds < (1 - _SMALL) * best.seconds]
         time = best.time
         if quicker:
-            near = min(quicker, key=lambda each: (each.memory_bytes, each.candidate.words))
-            lacks = bytes_text(near.memory_bytes - self.memory_limit)
+            near = min(quicker, key=lambda each: (each.needs, each.candidate.words))
+            lacks = bytes_text(near.needs - self.memory_limit)
             yield f"Memory binds: with {lacks} more on each device, this would fit: {near!r}."
         elif time.send >= max(time.compute, time.update):
             axis = max(time.by_mesh_axis, key=lambda axis: time.by_mesh_axis[axis])

@@ -23,7 +23,7 @@ from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
 from penzai_shard.choosing.problem import Problem, read_problem
-from penzai_shard.choosing.search import Price, search
+from penzai_shard.choosing.search import CERTAIN, Price, search
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.errors import (
     MeshError,
@@ -134,11 +134,6 @@ def choose_layout(
     options: dict[str, Any] = {"rematerialise": rematerialise, "microbatches": microbatches}
     candidates = make_candidates(problem, meshes, keep=keep, **options)
     question = f"{problem.words} on {on.words}"
-    left_out = [f"{n:,} tables left out: {why}" for why, n in sorted(candidates.left_out.items())]
-    if not candidates:
-        mistakes = [Mistake("", why) for why in left_out]
-        raise PlanError(f"there is no sane layout for {question}:", mistakes)
-
     pricing = Pricing(problem, on, candidates)
     interrupted = False
     try:
@@ -147,6 +142,11 @@ def choose_layout(
         interrupted = True
         if not pricing.rank():
             raise
+    reasons = sorted((candidates.left_out + pricing.left_out).items())
+    left_out = [f"{n:,} tables left out: {why}" for why, n in reasons]
+    if not pricing.tables:
+        mistakes = [Mistake("", why) for why in left_out]
+        raise PlanError(f"there is no sane layout for {question}:", mistakes)
     ranked = pricing.rank()
     if not ranked:
         fits = f"none of {len(candidates):,} layouts for {question} fits"
@@ -206,7 +206,8 @@ class Pricing:
         # The plainest come first, in whatever order they are given.
         self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
         self.prices, self.cut = Prices(problem), cut_model(problem)
-        self.limit = (1 - _IN_DOUBT * (self.cut is not None)) * devices.memory
+        self.doubt = 0.0 if self.cut is None else _IN_DOUBT
+        self.limit = (1 - self.doubt) * devices.memory
         self.estimates: dict[int, Choice] = {}
         self.exact: dict[int, Choice] = {}
         tables: dict[Hashable, list[int]] = collections.defaultdict(list)
@@ -214,7 +215,7 @@ class Pricing:
             tables[each.table].append(number)
         stored = {own[0]: stored_bytes(problem, self.candidates[own[0]]) for own in tables.values()}
         # If none can be stored, the leanest says by how much.
-        limit = max(devices.memory, min(stored.values()))
+        limit = max(devices.memory, min(stored.values(), default=0))
         # Of a table's ways the last has the most microbatches, and so the least bound.
         found = [
             (bound(problem, self.candidates[own[-1]], devices.hardware), stored[own[0]], own)
@@ -222,7 +223,11 @@ class Pricing:
             if stored[own[0]] <= limit
         ]
         self.bounds = {own[0]: least for least, _, own in found}
+        # Nothing is quicker; what is hardly slower is certain to be as good as any.
+        self.least = min(self.bounds.values(), default=0.0)
         self.tables = [own for *_, own in sorted(found)]
+        # How many tables the step cannot be laid out by, by reason.
+        self.left_out: collections.Counter[str] = collections.Counter()
         # What is kept for the backward pass, as a part of what is kept without a policy.
         self.shares: dict[Hashable, float] = {}
 
@@ -234,8 +239,9 @@ class Pricing:
         return [(*table, candidate.layout.parameters), table, run, ()]
 
     def _add(self, known: dict[int, Choice], number: int, cost: StepCost, how: str) -> Choice:
-        options, hardware = self.problem.step_options, self.devices.hardware
-        known[number] = Choice(self.candidates[number], cost, hardware, how, options)
+        doubt = 0.0 if how == "compiled" else self.doubt
+        given = cost, self.devices.hardware, how, self.problem.step_options, doubt
+        known[number] = Choice(self.candidates[number], *given)
         self.bar.advance()
         self.bar.show(f"{len(self.estimates):,} estimated, {len(self.exact):,} compiled")
         return known[number]
@@ -246,6 +252,16 @@ class Pricing:
             return self.estimates[number]
         cost = self.prices.price(self.candidates[number])
         return self._add(self.estimates, number, cost, "estimated")
+
+    def _is_possible(self, table: list[int]) -> bool:
+        """Whether the step can be laid out by a table: what flows in it has other lengths, too."""
+        try:
+            self.estimate(table[0])
+        except PlanError as error:
+            self.left_out[error.problems[0].what] += 1
+            self.tables.remove(table)
+            return False
+        return True
 
     def price_ways(self, most: int, error: float) -> None:
         """Prices a way of each table, then the other ways of the quickest ones.
@@ -258,13 +274,15 @@ class Pricing:
         for own in self.tables:
             by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
         turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
-        tables = [own for own in turns if own][: _TABLES * most]
+        possible = (own for own in turns if own and self._is_possible(own))
+        tables = [*itertools.islice(possible, _TABLES * most)]
         limit, fitting = self.limit / error, list[float]()
         missed: list[tuple[float, int]] = []
         for own in sorted(tables, key=lambda own: self.estimate(own[0]).price):
             plain = self.estimate(own[0])
-            is_slower = plain.seconds > _SLOWER * min(fitting, default=math.inf)
-            if len(fitting) >= (most if is_slower else 2 * most):
+            quickest = min(fitting, default=math.inf)
+            is_enough = plain.seconds > _SLOWER * quickest or self.is_certain(quickest)
+            if len(fitting) >= (most if is_enough else 2 * most):
                 break
             for mode, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
                 ways, batch = [*group], plain.memory["activations"]
@@ -283,6 +301,10 @@ class Pricing:
         for _, number in sorted(missed)[: max(most - len(fitting), 0)]:
             self.estimate(number)
 
+    def is_certain(self, seconds: float) -> bool:
+        """Whether nothing can be quicker by more than a hair."""
+        return seconds <= self.least * (1 + CERTAIN)
+
     def search(self, most: int, shown: bool) -> None:
         """Prices what may be best, and compiles what seems so."""
         with show_progress(None, "layouts", shown) as self.bar, warnings.catch_warnings():
@@ -296,13 +318,15 @@ class Pricing:
                 prices = [self.estimates[number].price for number in numbers]
                 kinds = [self._kinds(number) for number in numbers]
                 compile_lot = functools.partial(self.compile, numbers)
-                search(prices, kinds, compile_lot, self.limit, most)
+                search(prices, kinds, compile_lot, self.limit, most, self.least)
+                if any(self.is_certain(each.seconds) for each in self.rank()):
+                    break
                 ratios = [
                     x.price.memory / self.estimates[n].price.memory for n, x in self.exact.items()
                 ]
                 error = statistics.median(ratios or [1.0])
             # What may fit is compiled with all blocks if there is nothing else, which takes long.
-            while not self.rank() and (left := self._rank(self.devices.memory)):
+            while not self.rank() and (left := self._find_doubtful()):
                 number = self.candidates.index(left[0].candidate)
                 del self.exact[number]
                 self.compile([number], [0], whole=True)
@@ -329,15 +353,13 @@ class Pricing:
 
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
-        return self._rank(self.limit)
-
-    def _rank(self, limit: float) -> list[Choice]:
-        fitting = [
-            each
-            for each in self.exact.values()
-            if each.memory_bytes <= (self.devices.memory if each.priced_by == "compiled" else limit)
-        ]
+        fitting = [each for each in self.exact.values() if each.needs <= self.devices.memory]
         return sorted(fitting, key=_rank)
+
+    def _find_doubtful(self) -> list[Choice]:
+        """Those that may fit, the best first."""
+        found = [x for x in self.exact.values() if x.memory_bytes <= self.devices.memory < x.needs]
+        return sorted(found, key=_rank)
 
     def find_gap(self, best: Choice) -> float:
         """By which part it is slower, at most, than what was not compiled."""

@@ -131,13 +131,16 @@ class Prices:
 
     Args:
         problem: The step.
+
+    Attributes:
+        steps: The steps of the model, or of one of its blocks and of two.
     """
 
     def __init__(self, problem: Problem) -> None:
         cut = cut_model(problem)
         models = [problem.model] if cut is None else [cut.one, cut.two]
         self._blocks = 1 if cut is None else cut.blocks
-        self._steps = [MarkedSteps(problem, model) for model in models]
+        self.steps = [MarkedSteps(problem, model) for model in models]
 
     def price(self, candidate: Candidate) -> StepCost:
         """What the step costs in a layout.
@@ -147,7 +150,7 @@ class Prices:
             RuleTypeError, MeshError: The layout does not fit the model, as for ``Layout.build``.
             PropagationError: The step cannot be priced without compiling it.
         """
-        costs = [price_program(steps.place(candidate)) for steps in self._steps]
+        costs = [price_program(steps.place(candidate)) for steps in self.steps]
         cost = costs[0] if len(costs) == 1 else extrapolate(costs[0], costs[1], self._blocks)
         # Which phase holds most may be another one in a deep model.
         memory = dict(cost.memory)

@@ -19,6 +19,8 @@ _LIKELY = 1.02
 _POSSIBLY = 1.25
 # Below this part of the best time a candidate is clearly quicker.
 _QUICKER = 0.98
+# What is slower than all can be by no more than this part is as good as any.
+CERTAIN = 0.005
 # Candidates are compiled in so many lots, so that each lot learns of those before.
 _LOTS = 3
 
@@ -43,11 +45,13 @@ def search(
     compile: Callable[[list[int]], Sequence[Price]],
     limit: float,
     most: int,
+    least: float = 0.0,
 ) -> dict[int, Price]:
     """Finds exact prices of the candidates that matter.
 
     It stops after ``most``; where something is likely quicker than the best that fits, after twice
-    as many; where nothing fits yet, after four times as many.
+    as many; where nothing fits yet, after four times as many; and at once where nothing can be
+    quicker.
 
     Args:
         estimates: What each candidate costs, about.
@@ -55,6 +59,7 @@ def search(
         compile: Gives the exact prices of some candidates, by their numbers.
         limit: The memory of a device, in bytes.
         most: How many candidates to compile.
+        least: The seconds below which none can be.
 
     Returns:
         The exact price of each candidate that was compiled.
@@ -69,7 +74,7 @@ def search(
         corrected = _correct(estimates, exact, kinds)
         left = [number for number in range(len(estimates)) if number not in exact]
         best = min((p.seconds for p in exact.values() if p.memory <= limit), default=None)
-        if best is not None and len(exact) >= 2 * most:
+        if best is not None and (len(exact) >= 2 * most or best <= least * (1 + CERTAIN)):
             break
         # Once there are enough, only what would be quicker counts.
         slowest = best * _QUICKER if best is not None and len(exact) >= most else math.inf

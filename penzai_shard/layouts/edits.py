@@ -116,8 +116,7 @@ class RecipeMaker:
 
     def make_gathering(self) -> Callable[..., Any] | None:
         """What gathers all parameters in front of the loss, in a model without known layers."""
-        is_left = self.layout.blocks is not None or self._has_layers or self._is_pinned
-        if is_left or self._gathering is None:
+        if self._has_layers or self._is_pinned or self._gathering is None:
             return None
         return functools.partial(gather, mesh=self.mesh, **self._gathering)
 

@@ -67,8 +67,8 @@ class Layout(LayoutPresets, LayoutFiles):
         blocks: The layers that read activations and give what is added to them, as a place of
             ``wrap``: whole blocks, or attention and feed-forward where these are split. None finds
             those of Penzai's transformers, in any other sequence its layers that have parameters,
-            and in what is neither none, which a warning says; ``()`` leaves activations to the
-            compiler.
+            and in what is neither none; ``()`` says that there are none. Parameters are then
+            gathered in front of the loss, and activations are left to the compiler.
         names: What the model calls the axes of which rules speak, where these are not the names of
             Penzai's transformers: ``{"neurons": "mlp"}``. The roles are ``batch``, ``seq``,
             ``embedding``, ``neurons``, ``heads``, ``vocabulary`` and ``experts``; None leaves an
@@ -232,8 +232,8 @@ class Layout(LayoutPresets, LayoutFiles):
         """What gathers all parameters in front of the loss, for ``build_eval_step_fn(gather=)``.
 
         It is for models whose blocks the layout does not know, so that ``recipe`` cannot gather
-        them block by block: dictionaries, modules of Equinox and of NNX. None is for all others,
-        and with ``blocks=()``; those of linen and Haliax have constraints of their own.
+        them block by block: dictionaries, modules of Equinox and of NNX. For all others it is None:
+        those of linen and Haliax have constraints of their own.
 
         Args:
             model: The model, concrete or abstract.
