@@ -25,7 +25,9 @@ from penzai_shard.propagation.flat import BARRIER, LOOP, Operation
 _GATHER, _SLICE, _REDUCE = "sdy.all_gather", "sdy.all_slice", "sdy.all_reduce"
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
 _CONSTANTS = ("sdy.constant", "stablehlo.constant", "stablehlo.iota")
-_BROADCAST, _UPDATE = "stablehlo.broadcast_in_dim", "stablehlo.dynamic_update_slice"
+_BROADCAST = "stablehlo.broadcast_in_dim"
+# They write into what they take first.
+_UPDATES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
 # They give what they take in another form.
 _FORM = frozenset(
     {"flow", "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard"}
@@ -340,6 +342,19 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
         for value in (*each.results, *(() if each.kind == "stablehlo.reduce" else each.operands))
     }
     written -= {-1, *(roots[value] for value in (*program.arguments, *program.results))}
+    # What is gathered alike in each turn of a loop is there for all of them.
+    lasting = {
+        (roots[each.operands[0]], each.mesh_axes): program.bytes(each.results[0])
+        for each in operations
+        if each.kind == _GATHER
+        and (each.times or 1) > 1
+        and roots[each.operands[0]] in program.arguments
+    }
+    written -= {
+        each.results[0]
+        for each in operations
+        if each.kind == _GATHER and (roots[each.operands[0]], each.mesh_axes) in lasting
+    }
 
     last: dict[int, int] = {}
     for number, each in reversed([*enumerate(operations)]):
@@ -363,7 +378,9 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
         phase = _find_phase(each)
         peaks[phase] = max(peaks[phase], there)
         there -= ends[number]
-    return dict(peaks)
+    return {
+        phase: peak + sum(lasting.values()) * (phase != "update") for phase, peak in peaks.items()
+    }
 
 
 def _is_writing(each: Operation) -> bool:
@@ -396,7 +413,7 @@ def _find_roots(program: DeviceProgram) -> list[int]:
         for number, value in enumerate(each.results):
             if each.kind in (*_CONSTANTS, _BROADCAST):
                 roots[value] = -1
-            elif each.kind == _UPDATE:
+            elif each.kind in _UPDATES:
                 roots[value] = roots[each.operands[0]]
             elif each.kind in (*_FORM, BARRIER, LOOP):
                 operand = each.operands[number]
