@@ -98,8 +98,8 @@ SLACK = 1e-3
 # By so much a pick may be slower than the best that fits.
 ALLOWED = 0.02
 SEEDS = 3
-# What a certificate should say at most.
-MOST_GAP = 0.05
+# What a certificate should say at most, and what ``choose_layout`` compiles by default.
+MOST_GAP, COMPILED = 0.05, 12
 
 
 class Picked(NamedTuple):
@@ -123,13 +123,19 @@ class Picked(NamedTuple):
 
 
 def pick_under(
-    part: float, estimates: Sequence[Price], exact: Sequence[Price], kinds: Sequence[Any]
+    part: float,
+    estimates: Sequence[Price],
+    exact: Sequence[Price],
+    kinds: Sequence[Any],
+    least: float,
 ) -> Picked:
     """Searches under a limit of memory into which a part of the candidates fit."""
     held = sorted(price.memory for price in exact)
     limit = held[min(int(part * len(held)), len(held) - 1)] * (1 + SLACK)
     most = min(max(len(exact) // 6, 1), 12)
-    found = search(estimates, kinds, lambda numbers: [exact[i] for i in numbers], limit, most)
+    found = search(
+        estimates, kinds, lambda numbers: [exact[i] for i in numbers], limit, most, least
+    )
     best = min(price for price in exact if price.memory <= limit)
     fitting = [(price, number) for number, price in found.items() if price.memory <= limit]
     if not fitting:
@@ -158,6 +164,7 @@ class Outcome:
         control: How many picks are good with estimates in random order.
         bound: The largest bound of a layout, as a part of what it costs compiled.
         gap: By which part the pick is slower than what was not compiled can be; all fit.
+        held: How many are compiled for that.
     """
 
     count: int
@@ -166,6 +173,7 @@ class Outcome:
     control: int
     bound: float
     gap: float
+    held: int
 
 
 def judge_picks(name: str, question: Question, truth: Mapping[str, Verdict]) -> Outcome:
@@ -188,7 +196,10 @@ def judge_picks(name: str, question: Question, truth: Mapping[str, Verdict]) -> 
         exact.append(Price(*verdict.price(sizes, hardware), verdict.memory))
 
     kinds = [kinds_of(one) for one in candidates]
-    picks = {fits: pick_under(x, estimates, exact, kinds) for fits, x in FITTING.items()}
+    bounds = [bound(question.problem, one, hardware) for one in candidates]
+    picks = {
+        fits: pick_under(x, estimates, exact, kinds, min(bounds)) for fits, x in FITTING.items()
+    }
     for fits, picked in picks.items():
         if not picked.is_good:
             print(f"  {fits} fits: {picked.slower:.1%} slower")
@@ -203,19 +214,26 @@ def judge_picks(name: str, question: Question, truth: Mapping[str, Verdict]) -> 
     control = 0
     for seed in range(SEEDS):
         mixed = random.Random(seed).sample(estimates, len(estimates))
-        control += sum(pick_under(x, mixed, exact, kinds).is_good for x in FITTING.values())
+        control += sum(pick_under(x, mixed, exact, kinds, 0.0).is_good for x in FITTING.values())
 
-    bounds = [bound(question.problem, one, hardware) for one in candidates]
     ratios = [least / price.seconds for least, price in zip(bounds, exact, strict=True)]
     for ratio, one in zip(ratios, candidates, strict=True):
         # The judge's linear programs are solved to about seven digits.
         if ratio > 1 + 1e-6:
             print(f"  bound {ratio:.4f} of the compiled: {one.words}")
-    pick = picks["all"]
-    rest = [bounds[i] for i in range(len(bounds)) if i not in pick.compiled]
-    best = exact[pick.pick].seconds if pick.pick is not None else math.inf
+    # As ``choose_layout`` does, where everything fits.
+    held = search(
+        estimates, kinds, lambda some: [exact[i] for i in some], math.inf, COMPILED, min(bounds)
+    )
+    best = min(held.values()).seconds
+    left = [i for i, least in enumerate(bounds) if i not in held and least * (1 + MOST_GAP) < best]
+    if len(held) + len(left) <= 3 * COMPILED:
+        held |= {i: exact[i] for i in left}
+    rest = [least for i, least in enumerate(bounds) if i not in held]
+    best = min(held.values()).seconds
     gap = max(best / min(rest, default=best) - 1, 0.0)
-    return Outcome(len(known), len(known) - len(exact), picks, control, max(ratios), gap)
+    counts = len(known), len(known) - len(exact)
+    return Outcome(*counts, picks, control, max(ratios), gap, len(held))
 
 
 HEADS = ("layouts", "unpriced", *FITTING, "compiled", "control", "bound", "gap")
@@ -240,7 +258,8 @@ def main() -> None:
         cells = [f"{one.count}", f"{one.unpriced}"]
         cells += [f"{picked.slower:.1%}" for picked in one.picks.values()]
         cells += [" ".join(f"{len(picked.compiled)}" for picked in one.picks.values())]
-        cells += [f"{one.control} of {SEEDS * len(FITTING)}", f"{one.bound:.3f}", f"{one.gap:.1%}"]
+        cells += [f"{one.control} of {SEEDS * len(FITTING)}", f"{one.bound:.3f}"]
+        cells += [f"{one.gap:.1%} ({one.held})"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
         jax.clear_caches()
     for label, pairs in (("seen", SEEN), ("not seen", BLIND)):

@@ -16,7 +16,7 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.choosing import choices as choosing
 from penzai_shard.choosing.cost import Sent, StepCost
-from penzai_shard.errors import NothingFitsError, PlanError, RuleTypeError
+from penzai_shard.errors import NothingFitsError, PlanError, Problem, RuleTypeError
 from tests.layouts.transformers import build_llama
 
 GIB = 2**30
@@ -168,6 +168,39 @@ def test_gap_is_the_pick_against_the_least_bound_of_what_was_not_compiled(fakes,
     found = choose(memory="4GiB")
     assert found.gap == pytest.approx(gap)
     assert f"At most {math.ceil(100 * gap)} % slower" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize(
+    ("options", "is_closed"),
+    # With all policies and microbatches a table has twelve layouts.
+    [({"rematerialise": (None,), "microbatches": (1,)}, True), ({}, False)],
+)
+def test_what_may_be_quicker_is_compiled_if_it_is_little(fakes, options, is_closed):
+    slow = {each.table for each in all_layouts(**options) if "largest" in each.words}
+    best = choose(**options).best.seconds
+    fakes.bound = lambda problem, each, hardware: best * (0.5 if each.table in slow else 1.0)
+    fakes.compiled.clear()
+    found = choose(**options)
+    assert found.gap == pytest.approx(0.0 if is_closed else 1.0)
+    compiled = {each.table for each in fakes.compiled}
+    assert (slow <= compiled) is is_closed
+    assert len(fakes.compiled) <= 36
+
+
+def test_choose_layout_leaves_out_what_the_step_cannot_be_laid_out_by(fakes):
+    def estimate(candidate):
+        if "embedding" in candidate.words:
+            raise PlanError("this layout cannot be priced:", [Problem("", "1 is not 2", "")])
+        return cost(candidate)
+
+    fakes.estimate = estimate
+    found, split = choose(), next(each for each in all_layouts() if "embedding" in each.words)
+    assert found.choices and not any("embedding" in each.candidate.words for each in found.priced)
+    assert any("1 is not 2" in note for note in found.notes)
+    fakes.estimate = lambda candidate: estimate(split)
+    with pytest.raises(PlanError) as caught:
+        choose()
+    assert any("1 is not 2" in problem.what for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def make_price(seconds, memory, total=None):
     return Price(seconds, seconds if total is None else total, memory)
 
 
-def run(estimates, exact, limit, most, kinds=None):
+def run(estimates, exact, limit, most, kinds=None, least=0.0):
     """What was compiled, and in which lots."""
     lots = []
 
@@ -21,7 +21,7 @@ def run(estimates, exact, limit, most, kinds=None):
         lots.append(list(numbers))
         return [exact[number] for number in numbers]
 
-    found = search(estimates, kinds or [ALL] * len(estimates), compile_lot, limit, most)
+    found = search(estimates, kinds or [ALL] * len(estimates), compile_lot, limit, most, least)
     return found, lots
 
 
@@ -70,6 +70,14 @@ def test_search_compiles_more_while_something_is_likely_quicker():
     found, _ = run(estimates, exact, limit=9.0, most=3, kinds=kinds)
     assert best_of(found, 9.0).seconds == 1.5
     assert 3 < len(found) <= 6
+
+
+@pytest.mark.parametrize(("least", "count"), [(9.99, 2), (9.9, 12)])
+def test_search_ends_where_nothing_can_be_quicker(least, count):
+    prices = [make_price(float(n), 1.0) for n in range(10, 40)]
+    found, _ = run(prices, prices, limit=9.0, most=6, least=least)
+    assert best_of(found, 9.0) == prices[0]
+    assert len(found) <= count
 
 
 def test_search_looks_longest_where_nothing_fits():
