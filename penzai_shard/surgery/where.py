@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
@@ -96,7 +96,7 @@ class Where:
         what = _read_what(resolve(self.what))
 
         if isinstance(what, tuple):
-            finder = Finder(by_type=lambda kind: issubclass(kind, what))
+            finder = Finder(lambda node, keys, state: isinstance(node, what))
         elif isinstance(what, str):
             finder = _find_pattern(what, layers_only)
         elif isinstance(what, _Root):
@@ -173,55 +173,63 @@ def _snake_case(name: str) -> str:
     return _WORD_START.sub("_", name).lower()
 
 
+# What may be left of a pattern below a node: one rest for each way to read the path to it.
+_Rests: TypeAlias = frozenset[tuple[str, ...]]
+_ALL_READ: _Rests = frozenset([()])
+
+
 def _find_pattern(pattern: str, layers_only: bool) -> Finder:
     """Finds nodes by a pattern.
 
-    A state has two sets of numbers of parts, as bits: those that the path to a node can be read
-    by, and, between an ``Inserted`` and its ``Original``, those of the ``Inserted``.
+    A state has the rests for the path to a node and, between an ``Inserted`` and its ``Original``,
+    those of the ``Inserted``.
     """
     # Copied paths have quotes around the keys of dictionaries.
     parts = tuple(part.strip("'\"") for part in pattern_parts(pattern))
-    end = 1 << len(parts)
 
-    def step(state: tuple[int, int], parent: Any, keys: Keys, child: Any) -> Any:
-        read, around = state
-        found = _advance(parts, read, str(keys[-1]), names_of(child))
+    def step(state: tuple[_Rests, _Rests], parent: Any, keys: Keys, child: Any) -> Any:
+        rests, around = state
+        found = _advance(rests, str(keys[-1]), names_of(child))
         # What is in a wrapper has the wrapper's path, and the wrapper has matched already.
         if keys[-1] == "body" and isinstance(parent, WrapperLayer):
-            found |= read & ~end
-            around = read & ~end if type(parent) is Inserted else around
+            found |= rests - _ALL_READ
+            around = rests - _ALL_READ if type(parent) is Inserted else around
         if type(child) is Original:
-            found, around = found | around, 0
+            found, around = found | around, frozenset()
         return (found, around) if found or around else None
 
-    def matches(node: Any, keys: Keys, state: tuple[int, int]) -> bool:
-        return bool(state[0] & end)
+    def matches(node: Any, keys: Keys, state: tuple[_Rests, _Rests]) -> bool:
+        return () in state[0]
 
-    return Finder(matches, step, lambda node: (_close(parts, 1), 0), layers_only=layers_only)
+    def start(node: Any) -> Any:
+        return _pass_stars([parts]), frozenset()
+
+    return Finder(matches, step, start, layers_only=layers_only)
 
 
 @functools.lru_cache(maxsize=65536)
-def _advance(parts: tuple[str, ...], read: int, key: str, names: tuple[str, ...]) -> int:
-    """The numbers of parts by which the path to a child can be read."""
+def _advance(rests: _Rests, key: str, names: tuple[str, ...]) -> _Rests:
+    """What is left below a child."""
 
-    def advance(read: int, text: str) -> int:
-        found = 0
-        for number, part in enumerate(parts):
-            if read >> number & 1 and (part == "**" or fnmatch.fnmatchcase(text, part)):
-                found |= 1 << (number + (part != "**"))
-        return _close(parts, found)
+    def advance(rests: _Rests, text: str) -> _Rests:
+        fitting = [rest for rest in rests if rest and fnmatch.fnmatchcase(text, rest[0])]
+        # The pattern "**" fits every text, and stays.
+        return _pass_stars(rest if rest[0] == "**" else rest[1:] for rest in fitting)
 
     # A key with dots is several parts of a path.
-    found = functools.reduce(advance, pattern_parts(key), read)
-    return functools.reduce(int.__or__, (advance(read, name) for name in names), found)
+    found = functools.reduce(advance, pattern_parts(key), rests)
+    return found.union(*(advance(rests, name) for name in names))
 
 
-def _close(parts: tuple[str, ...], read: int) -> int:
+def _pass_stars(rests: Iterable[tuple[str, ...]]) -> _Rests:
     """With those parts of ``**`` passed that need not read anything."""
-    for number, part in enumerate(parts):
-        if part == "**" and read >> number & 1:
-            read |= 1 << (number + 1)
-    return read
+    found = set()
+    for rest in rests:
+        found.add(rest)
+        while rest[:1] == ("**",):
+            rest = rest[1:]
+            found.add(rest)
+    return frozenset(found)
 
 
 # Narrowing
@@ -254,10 +262,7 @@ def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
         is_inside = state is _INSIDE or (is_pattern and place.has(node, keys, state))
         return is_inside is is_wanted and finder.has(node, keys, own)
 
-    def ask(kind: type) -> bool | None:
-        return False if finder.by_type(kind) is False else None
-
-    return Finder(matches, step, start, ask, finder.layers_only)
+    return Finder(matches, step, start, finder.layers_only)
 
 
 # Functions of the user
