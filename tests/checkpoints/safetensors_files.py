@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from penzai_shard.checkpoints.records import ArrayRecord, write_texts
 from penzai_shard.checkpoints.value_checksums import compute_checksums
@@ -69,10 +68,3 @@ def make_texts(tensors, axes):
 
 def draw(rng, shape, dtype="float32"):
     return np.asarray(rng.normal(size=shape) * 50, dtype)
-
-
-def refused(error, function, *args, **options):
-    """The problems with which a call is refused, by path."""
-    with pytest.raises(error) as caught:
-        function(*args, **options)
-    return {problem.path: problem for problem in caught.value.problems}

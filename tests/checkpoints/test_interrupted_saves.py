@@ -14,11 +14,11 @@ import sys
 import threading
 
 import numpy as np
-import pytest
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints.saving import begin_save
+from tests.refusals import problem_paths, refused
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "ctypes")
 
@@ -53,13 +53,11 @@ def test_save_params_stopped_anywhere_leaves_the_old_or_the_new(tmp_path):
 
 def test_begin_save_refuses_a_second_saver_and_a_path_that_was_taken_meanwhile(tmp_path):
     finish = begin_save("save", tmp_path / "may", leaves_of(draw(1)), "params")
-    with pytest.raises(pzs.CheckpointWriteError) as caught:
-        save(tmp_path / "may", 2)
-    assert caught.value.problems[0].path == str(tmp_path / "may")
+    path = tmp_path / "may"
+    assert problem_paths(pzs.CheckpointWriteError, save, path, 2) == [str(path)]
     (tmp_path / "may").mkdir()
     (tmp_path / "may" / "notes").touch()
-    with pytest.raises(pzs.CheckpointWriteError):
-        finish()
+    refused(pzs.CheckpointWriteError, finish)
     assert [*tmp_path.rglob("*")] == [tmp_path / "may", tmp_path / "may" / "notes"]
 
 

@@ -26,6 +26,7 @@ import pytest
 import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager, choose_kept
 from penzai_shard.checkpoints.replacement import Replacement
+from tests.refusals import problem_paths, problems_of, refused
 
 NUMBERS = np.linspace(0, 1, 20_000, dtype="float32")
 BEST = ("loss", "min")
@@ -41,10 +42,6 @@ def read_value(manager, step=None):
     (value,) = {*(np.asarray(restored["w"]) - NUMBERS).round(3).tolist()}
     assert int(restored["step"]) == int(value)
     return value
-
-
-def paths_of(caught):
-    return [problem.path for problem in caught.value.problems]
 
 
 # What is kept
@@ -157,9 +154,7 @@ def test_save_raises_what_went_wrong_before(tmp_path, disk):
     for act, error in zip(acts, itertools.cycle(errors)):
         disk.error = error
         manager.save(1, make_state(1))
-        with pytest.raises(pzs.CheckpointWriteError) as caught:
-            act()
-        (problem,) = caught.value.problems
+        (problem,) = problems_of(pzs.CheckpointWriteError, act)
         assert problem.path == manager.path_of(1)
         assert problem.what.endswith(str(error)[-10:])
         # Only if it is known what helps.
@@ -225,8 +220,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept_from_nothing(run):
     # All of it is under the checksum.
     file.write_text(file.read_text().replace('\\"metrics\\": {}', '\\"metrics\\": {\\"loss\\": 0}'))
     for act in (run.metrics, run.extra, lambda step: run.restore(make_state(), step)):
-        with pytest.raises(pzs.CheckpointDamagedError):
-            act(7)
+        refused(pzs.CheckpointDamagedError, act, 7)
     assert (run.best, run.latest, read_value(run, 3)) == (None, 7, 3)
     with run:
         run.save(8, make_state(8), {"loss": 1.0})
@@ -248,9 +242,7 @@ def test_save_refuses_what_is_no_state_of_the_step_or_lacks_metrics(run, tmp_pat
         (7, make_state(7), loss, run.path_of(7)),
         (5, make_state(5), loss, run.path),
     ]:
-        with pytest.raises(pzs.CheckpointWriteError) as caught:
-            run.save(step, wrong, metrics)
-        assert paths_of(caught) == [path]
+        assert problem_paths(pzs.CheckpointWriteError, run.save, step, wrong, metrics) == [path]
     run.save(7, make_state(7.5), loss, overwrite=True)
     assert (read_value(run), run.steps()) == (7.5, [3, 7])
     # As the fixes say: saves between evaluations do not know the metric.
@@ -258,36 +250,32 @@ def test_save_refuses_what_is_no_state_of_the_step_or_lacks_metrics(run, tmp_pat
     run.close()
     assert (run.steps(), run.best) == ([7, 8], 7)
     # All at once.
-    with pytest.raises(pzs.CheckpointWriteError) as caught:
-        run.save(5, make_state(4))
-    assert paths_of(caught) == [run.path, "metrics", "step"]
+    problems = refused(pzs.CheckpointWriteError, run.save, 5, make_state(4))
+    assert [*problems] == [run.path, "metrics", "step"]
 
 
 def test_restore_names_the_steps_that_are_there(run, tmp_path):
-    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
-        run.restore(make_state(), 8)
-    assert caught.value.problems[0].fix == f"Write {run.path_of(7)!r}."
+    (problem,) = problems_of(pzs.CheckpointNotFoundError, run.restore, make_state(), 8)
+    assert problem.fix == f"Write {run.path_of(7)!r}."
     empty = CheckpointManager(tmp_path / "none")
     assert (empty.steps(), empty.latest) == ([], None)
-    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
-        empty.restore(make_state())
+    (problem,) = problems_of(pzs.CheckpointNotFoundError, empty.restore, make_state())
     assert not (tmp_path / "none").exists()
     # Not that of another run beside it.
-    assert run.path not in caught.value.problems[0].fix
+    assert run.path not in problem.fix
     # Of the run itself the newest one, whatever is beside it.
     pzs.save_train_state(tmp_path / "runs", make_state())
-    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
-        pzs.restore_train_state(run.path, make_state())
-    assert caught.value.problems[0].fix == f"Write {run.path_of(7)!r}."
+    call = pzs.restore_train_state, run.path, make_state()
+    (problem,) = problems_of(pzs.CheckpointNotFoundError, *call)
+    assert problem.fix == f"Write {run.path_of(7)!r}."
 
 
 def test_arguments_that_cannot_be_read(run):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        CheckpointManager(run.path_of(7), keep_last=0, keep_every=2.5, best=("loss", "least"))
-    assert paths_of(caught) == ["path", "keep_last", "keep_every", "best"]
+    options = {"keep_last": 0, "keep_every": 2.5, "best": ("loss", "least")}
+    paths = problem_paths(pzs.RuleTypeError, CheckpointManager, run.path_of(7), **options)
+    assert paths == ["path", *options]
     for step, metrics, extra in [("8", {}, {}), (-1, {}, {}), (8, {"a": "b"}, {}), (8, {}, {1})]:
-        with pytest.raises(pzs.RuleTypeError):
-            run.save(step, make_state(8), metrics, extra=extra)
+        refused(pzs.RuleTypeError, run.save, step, make_state(8), metrics, extra=extra)
     assert run.steps() == [3, 7]
 
 

@@ -9,7 +9,8 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.checkpoints.matching import match, read_options
 from penzai_shard.checkpoints.records import ArrayRecord
-from tests.checkpoints.trees import kinds_by_path, numbers, paths_of
+from tests.checkpoints.trees import numbers, refused_kinds
+from tests.refusals import problems_of, refused
 
 
 def named(*axes, sizes=(4, 6, 2), dtype="float32", first=0):
@@ -18,6 +19,7 @@ def named(*axes, sizes=(4, 6, 2), dtype="float32", first=0):
     return pz.nx.wrap(jnp.asarray(data), *axes)
 
 
+REFUSAL = pzs.CheckpointMismatchError
 W, BLOCKS = {"w": named("a", "b")}, {f"block_{i}/w": named("a", first=10 * i) for i in range(3)}
 STACK = {"blocks/w": pz.nx.wrap(jnp.stack([numbers(b) for b in BLOCKS.values()]), "blocks", "a")}
 KEY, RBG = {"k": jax.random.key(0)}, {"k": jax.random.key(0, impl="rbg")}
@@ -49,9 +51,8 @@ DIFFERENCES = {
 )
 def test_restore_params_gives_no_fix_that_does_not_work(tmp_path, stored, wanted, options):
     path = pzs.save_params(tmp_path / "params", stored)
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        pzs.restore_params(path, wanted, **options)
-    assert {problem.fix for problem in caught.value.problems if problem.kind != "extra"} == {""}
+    problems = problems_of(REFUSAL, pzs.restore_params, path, wanted, **options)
+    assert {problem.fix for problem in problems if problem.kind != "extra"} == {""}
 
 
 def test_restore_params_names_all_differences_before_it_reads(tmp_path):
@@ -60,11 +61,8 @@ def test_restore_params_names_all_differences_before_it_reads(tmp_path):
     path = pzs.save_params(tmp_path / "params", stored)
     for file in (tmp_path / "params").rglob("d/*"):
         file.unlink()
-    with pytest.raises(pzs.CheckpointDamagedError):
-        pzs.restore_params(path, stored)
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        pzs.restore_params(path, wanted, allow="blocks")
-    assert kinds_by_path(caught) == kinds
+    refused(pzs.CheckpointDamagedError, pzs.restore_params, path, stored)
+    assert refused_kinds(REFUSAL, pzs.restore_params, path, wanted, allow="blocks") == kinds
 
 
 # Paths
@@ -105,9 +103,8 @@ def test_match_names(stored, wanted, names, expected):
 def test_match_says_what_differs_where_thousands_do():
     """Comparing all names with all others would take minutes."""
     stored, wanted = ([f"{a}{i:04x}/w".translate(LETTERS) for i in range(4000)] for a in "uv")
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        paths_filled(stored, wanted, {})
-    assert paths_of(caught) == {*wanted}
+    problems = refused(pzs.CheckpointMismatchError, paths_filled, stored, wanted, {})
+    assert problems.keys() == {*wanted}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,5 @@ def test_match_says_what_differs_where_thousands_do():
     ],
 )
 def test_match_refuses_names(stored, wanted, names, path):
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        paths_filled(stored, wanted, names)
-    (found,) = [p for p in caught.value.problems if p.kind == "names"][:1]
-    assert found.path == path
+    problems = problems_of(REFUSAL, paths_filled, stored, wanted, names)
+    assert next(problem.path for problem in problems if problem.kind == "names") == path

@@ -13,8 +13,9 @@ from penzai_shard.checkpoints.reports import (
     describe_checkpoint,
     verify_checkpoint,
 )
-from tests.checkpoints.trees import assert_lies, blank, contents, params, paths_of
+from tests.checkpoints.trees import assert_lies, blank, contents, params
 from tests.models import model
+from tests.refusals import problem_paths, problems_of, refused
 
 WIDE, RULES = pzs.make_mesh({"data": 4, "model": 2}), {"features": "data"}
 MLP = model("penzai mlp")
@@ -42,12 +43,10 @@ def test_save_params_by_url_replaces_nothing(url):
     tree = {"step": jnp.int32(3), "params": {"w": jnp.ones(8)}}
     pzs.save_train_state(url, tree)
     for options in ({}, {"overwrite": True}):
-        with pytest.raises(pzs.CheckpointWriteError) as caught:
-            pzs.save_params(url, {"w": jnp.zeros(8)}, **options)
-        assert paths_of(caught) == {url}
+        call = pzs.save_params, url, {"w": jnp.zeros(8)}
+        assert problem_paths(pzs.CheckpointWriteError, *call, **options) == [url]
     assert contents(pzs.restore_train_state(url, blank(tree))) == contents(tree)
-    with pytest.raises(pzs.RuleTypeError):
-        pzs.CheckpointManager(url)
+    refused(pzs.RuleTypeError, pzs.CheckpointManager, url)
 
 
 def test_save_params_by_url_that_fails_leaves_no_checkpoint(url, monkeypatch, tmp_path):
@@ -71,32 +70,24 @@ def test_save_params_by_url_that_fails_leaves_no_checkpoint(url, monkeypatch, tm
     with pytest.raises(pzs.CheckpointWriteError, match="quota"):
         pzs.save_params(url, MLP)
     assert not [*tmp_path.glob("penzai_shard_*")]
-    with pytest.raises(pzs.CheckpointWriteError):
-        pzs.save_params(url, MLP)
+    refused(pzs.CheckpointWriteError, pzs.save_params, url, MLP)
     pzs.save_params(url + "2", MLP)
     assert sent[-1] == "penzai_shard"
     monkeypatch.undo()
-    with pytest.raises(pzs.CheckpointNotFoundError):
-        pzs.restore_params(url, MLP)
+    refused(pzs.CheckpointNotFoundError, pzs.restore_params, url, MLP)
 
 
 def test_restore_params_by_url_refuses_what_is_not_whole(url):
-    def refuse(error, path=url):
-        with pytest.raises(error) as caught:
-            pzs.restore_params(path, MLP)
-        return caught
-
-    problem = refuse(pzs.CheckpointNotFoundError).value.problems[0]
+    (problem,) = problems_of(pzs.CheckpointNotFoundError, pzs.restore_params, url, MLP)
     assert (problem.path, "nothing is there" in problem.what) == (url, True)
     pzs.save_params(url, MLP)
     folder = pathlib.Path(url.removeprefix("file://"))
     for file in (folder / "state").rglob("*ocdbt"):
         file.unlink()
-    refuse(pzs.CheckpointDamagedError)
+    refused(pzs.CheckpointDamagedError, pzs.restore_params, url, MLP)
     (folder / "_CHECKPOINT_METADATA").write_text("{}")
-    refuse(pzs.CheckpointDamagedError)
+    refused(pzs.CheckpointDamagedError, pzs.restore_params, url, MLP)
     (folder / "penzai_shard").unlink()
     for path in (url, "nothing://bucket/a"):
-        refuse(pzs.CheckpointNotFoundError, path)
-    with pytest.raises(pzs.CheckpointWriteError):
-        pzs.save_params("nothing://bucket/a", MLP)
+        refused(pzs.CheckpointNotFoundError, pzs.restore_params, path, MLP)
+    refused(pzs.CheckpointWriteError, pzs.save_params, "nothing://bucket/a", MLP)

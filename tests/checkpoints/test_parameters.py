@@ -14,8 +14,9 @@ from penzai.toolshed import lora
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import flatten, leaves_of
 from tests.checkpoints import trees
-from tests.checkpoints.trees import blank, params, paths_of
+from tests.checkpoints.trees import blank, params
 from tests.models import MODELS, counted_mlp, model, penzai_mlp, uninitialized_mlp_v1
+from tests.refusals import problem_paths, problems_of, refused
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
 RELAXED = {"on_indivisible": "replicate", "on_unnamed": "replicate"}
@@ -43,15 +44,13 @@ def test_with_params_differences():
     first, second, *_ = values
     changed = {**values, second: pz.nx.ones({"other": 3}), "more": pz.nx.ones({"a": 2})}
     del changed[first]
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        pzs.with_params(MLP, changed)
-    assert paths_of(caught) == {first, second, "more"}
+    problems = refused(pzs.CheckpointMismatchError, pzs.with_params, MLP, changed)
+    assert problems.keys() == {first, second, "more"}
 
 
 @pytest.mark.parametrize("given", [jnp.ones(2), {}, len, {"w": NamedSharding(WIDE, P())}])
 def test_param_dict_refuses_what_has_no_parameters(given):
-    with pytest.raises(pzs.RuleTypeError):
-        pzs.param_dict(given)
+    refused(pzs.RuleTypeError, pzs.param_dict, given)
 
 
 @pytest.mark.parametrize(("name", "where"), [("equinox", "mlp"), ("penzai mlp", pzs.ROOT)])
@@ -127,8 +126,8 @@ def test_restore_params_says_where_arrays_go_in_many_ways(saved):
         assert params(restored) == params(MLP)
     trees.assert_lies(restored, explicit, RULES)
     abstract = pzs.make_mesh({"data": 8}, abstract=True)
-    with pytest.raises(pzs.MeshError):
-        pzs.restore_params(saved, pzs.make_plan(placed, abstract, {}).restore_structs())
+    structs = pzs.make_plan(placed, abstract, {}).restore_structs()
+    refused(pzs.MeshError, pzs.restore_params, saved, structs)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +164,11 @@ def test_restore_params_part_that_is_not_stored(tmp_path, saved):
         # Shapes have no values to keep.
         (saved, pzs.abstract_model(penzai_mlp), {"only": FIRST, "mesh": WIDE, "rules": RULES}),
     ):
-        with pytest.raises(pzs.CheckpointMismatchError) as caught:
-            pzs.restore_params(where, like, others="keep", **options)
-        assert set(trees.kinds_by_path(caught).values()) == {"missing"}
-    with pytest.raises(pzs.ShardingError) as caught:
-        pzs.restore_params(saved, trees.structs_of(counted_mlp()), WIDE, RULES)
-    assert paths_of(caught) == {"count"}
+        call = pzs.restore_params, where, like
+        problems = problems_of(pzs.CheckpointMismatchError, *call, others="keep", **options)
+        assert {problem.kind for problem in problems} == {"missing"}
+    call = pzs.restore_params, saved, trees.structs_of(counted_mlp()), WIDE, RULES
+    assert problem_paths(pzs.ShardingError, *call) == ["count"]
 
 
 def test_restore_params_base_below_adapters(saved):
@@ -190,9 +188,7 @@ def test_restore_params_base_below_adapters(saved):
     ],
 )
 def test_restore_params_refuses_options_that_fit_nothing(saved, options, error, path):
-    with pytest.raises(error) as caught:
-        pzs.restore_params(saved, MLP, **options)
-    assert path in paths_of(caught)
+    assert path in refused(error, pzs.restore_params, saved, MLP, **options)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +199,8 @@ def test_restore_params_refuses_options_that_fit_nothing(saved, options, error, 
     ],
 )
 def test_restore_params_names_all_options_that_cannot_be_read(saved, options):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        pzs.restore_params(saved, MLP, **options)
-    assert paths_of(caught) == {*options}
+    problems = refused(pzs.RuleTypeError, pzs.restore_params, saved, MLP, **options)
+    assert problems.keys() == {*options}
 
 
 def test_restore_params_logs_what_it_cost(tmp_path, caplog):

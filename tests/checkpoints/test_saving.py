@@ -14,7 +14,8 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.checkpoints import filling, parameters
-from tests.checkpoints.trees import assert_lies, blank, contents, paths_of
+from tests.checkpoints.trees import assert_lies, blank, contents
+from tests.refusals import problem_paths, problems_of, refused
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
 NUMBERS = np.random.default_rng(0).normal(size=(64, 32, 40)).astype("float32") * 3
@@ -99,9 +100,8 @@ def test_restore_params_verifies_what_it_reads_only_a_part_of(tmp_path):
     kvstore = {"driver": "ocdbt", "base": f"file://{path}/state/", "path": "net/blocks/w/"}
     stored = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
     stored[3, 2, 1].write(0).result()
-    with pytest.raises(pzs.CheckpointDamagedError) as caught:
-        pzs.restore_params(path, wanted, **options)
-    assert paths_of(caught) == {"net/blocks/w"}
+    problems = refused(pzs.CheckpointDamagedError, pzs.restore_params, path, wanted, **options)
+    assert problems.keys() == {"net/blocks/w"}
     restored = pzs.restore_params(path, wanted, verify=False, **options)
     assert contents(restored) == contents(wanted)
 
@@ -110,17 +110,15 @@ def test_restore_params_verifies_what_it_reads_only_a_part_of(tmp_path):
 def test_restore_params_refuses_numbers_that_do_not_fit(tmp_path, number):
     path = pzs.save_params(tmp_path / "a", {"other": jnp.array([number]), "fits": jnp.array([-3])})
     like = {"other": jnp.zeros(1, "int8"), "fits": jnp.zeros(1, "int8")}
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        pzs.restore_params(path, like, allow="cast")
-    assert paths_of(caught) == {"other"}
+    problems = refused(pzs.CheckpointMismatchError, pzs.restore_params, path, like, allow="cast")
+    assert problems.keys() == {"other"}
 
 
 def test_save_params_64_bits_where_jax_has_32(tmp_path):
     with jax.enable_x64(True):
         wide = {"w": jnp.asarray(np.pi + np.arange(20_000.0))}
     path = pzs.save_params(tmp_path / "a", wide)
-    with pytest.raises(pzs.CheckpointMismatchError):
-        pzs.restore_params(path, wide)
+    refused(pzs.CheckpointMismatchError, pzs.restore_params, path, wide)
     with jax.enable_x64(True):
         assert contents(pzs.restore_params(path, wide)) == contents(wide)
 
@@ -132,12 +130,10 @@ def test_save_params_refuses_arrays_without_values(tmp_path):
     deleted = jnp.ones(2)
     deleted.delete()
     tree = {"abstract": jax.ShapeDtypeStruct((2,), "float32"), "deleted": deleted}
-    with pytest.raises(pzs.ShardingError) as caught:
-        pzs.save_params(tmp_path / "a", {**tree, "fine": jnp.ones(2)})
-    assert paths_of(caught) == {*tree}
+    call = pzs.save_params, tmp_path / "a", {**tree, "fine": jnp.ones(2)}
+    assert refused(pzs.ShardingError, *call).keys() == tree.keys()
     # What Orbax cannot store.
-    with pytest.raises(pzs.CheckpointWriteError):
-        pzs.save_params(tmp_path / "a", {"w": jnp.ones(2, "uint4")})
+    refused(pzs.CheckpointWriteError, pzs.save_params, tmp_path / "a", {"w": jnp.ones(2, "uint4")})
     assert not list(tmp_path.iterdir())
 
 
@@ -158,14 +154,13 @@ def test_save_params_and_restore_params_refuse_paths(tmp_path):
     (tmp_path / "clone" / "penzai_shard").mkdir(parents=True)
     over = {"overwrite": True}
     for taken, options in [(path, {}), ("mine", over), ("mine/file", over), ("mine/file/b", {})]:
-        with pytest.raises(pzs.CheckpointWriteError) as caught:
-            pzs.save_params(tmp_path / taken, arrays, **options)
-        assert paths_of(caught) == {str(tmp_path / taken)}
+        call = pzs.save_params, tmp_path / taken, arrays
+        paths = problem_paths(pzs.CheckpointWriteError, *call, **options)
+        assert paths == [str(tmp_path / taken)]
     # The nearest checkpoint is named.
     for wrong in ("runs/parms", "runs", "clone"):
-        with pytest.raises(pzs.CheckpointNotFoundError) as caught:
-            pzs.restore_params(tmp_path / wrong, arrays)
-        (problem,) = caught.value.problems
+        call = pzs.restore_params, tmp_path / wrong, arrays
+        (problem,) = problems_of(pzs.CheckpointNotFoundError, *call)
         assert problem.path == str(tmp_path / wrong)
         assert (path in problem.fix) == (wrong != "clone")
     for act in (pzs.restore_params, pzs.save_params, pzs.save_train_state):
@@ -182,9 +177,9 @@ def test_save_params_replaces_nothing_where_directories_cannot_be_exchanged(tmp_
     path = pzs.save_params(tmp_path / "a", arrays)
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", lambda _: object())
-        with pytest.raises(pzs.CheckpointWriteError) as caught:
-            pzs.save_params(path, {"w": jnp.zeros(2)}, overwrite=True)
-    assert (paths_of(caught), bool(caught.value.problems[0].fix)) == ({path}, True)
+        call = pzs.save_params, path, {"w": jnp.zeros(2)}
+        (problem,) = problems_of(pzs.CheckpointWriteError, *call, overwrite=True)
+    assert (problem.path, bool(problem.fix)) == (path, True)
     assert contents(pzs.restore_params(path, blank(arrays))) == contents(arrays)
     assert [*tmp_path.iterdir()] == [tmp_path / "a"]
 
@@ -205,6 +200,6 @@ def test_restore_params_refuses_a_checkpoint_that_is_replaced_meanwhile(
     save(1)
     with monkeypatch.context() as patch:
         patch.setattr(parameters, "read_arrays", replace_and_read)
-        with pytest.raises(pzs.CheckpointDamagedError) as caught:
-            pzs.restore_params(path, {"v": jnp.ones(8), "w": NUMBERS[0]}, verify=verify)
-    assert paths_of(caught) == ({"v", "w"} if verify else {""})
+        call = pzs.restore_params, path, {"v": jnp.ones(8), "w": NUMBERS[0]}
+        problems = refused(pzs.CheckpointDamagedError, *call, verify=verify)
+    assert problems.keys() == ({"v", "w"} if verify else {""})

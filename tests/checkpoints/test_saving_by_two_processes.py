@@ -6,22 +6,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import penzai_shard as pzs
 from penzai_shard.checkpoints.moving import move
 from penzai_shard.processes.arrays import put
-from tests.checkpoints.trees import is_key, paths_of, structs_of
+from tests.checkpoints.trees import is_key, structs_of
 from tests.processes.launching import run_processes
+from tests.refusals import problem_paths
 
 NUMBERS = np.random.default_rng(0).normal(size=(16, 24)).astype("float32")
-
-
-def refuse(error, path, act):
-    with pytest.raises(error) as caught:
-        act()
-    assert paths_of(caught) == {path}
 
 
 def main(me, address, folder):
@@ -56,14 +50,15 @@ def main(me, address, folder):
 
     other_path = folder / "b"
     different = {"w": NUMBERS + me, "v": NUMBERS}
-    refuse(pzs.ShardingError, "w", lambda: pzs.save_params(other_path, different))
+    assert problem_paths(pzs.ShardingError, pzs.save_params, other_path, different) == ["w"]
     deleted = {"w": jnp.ones(2), "v": jnp.ones(2)}
     if me == 1:
         deleted["v"].delete()
-    refuse(pzs.ShardingError, "v", lambda: pzs.save_params(other_path, deleted))
-    refuse(pzs.CheckpointWriteError, path, lambda: pzs.save_params(path, {"w": NUMBERS}))
-    others = structs_of({"w": NUMBERS}, layouts[me])
-    refuse(pzs.ShardingError, "w", lambda: pzs.restore_params(path, others, allow="extra"))
+    assert problem_paths(pzs.ShardingError, pzs.save_params, other_path, deleted) == ["v"]
+    call = pzs.save_params, path, {"w": NUMBERS}
+    assert problem_paths(pzs.CheckpointWriteError, *call) == [path]
+    call = pzs.restore_params, path, structs_of({"w": NUMBERS}, layouts[me])
+    assert problem_paths(pzs.ShardingError, *call, allow="extra") == ["w"]
     assert sorted(p.name for p in folder.iterdir()) == ["0", "1", "2"]
 
 

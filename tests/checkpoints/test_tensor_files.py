@@ -26,13 +26,13 @@ from tests.checkpoints.safetensors_files import (
     draw,
     make_texts,
     read_file,
-    refused,
     write_file,
     write_one,
     write_parts,
     write_tensors,
 )
 from tests.checkpoints.test_damages import TEXTS, change_field, choose, draw_verdicts
+from tests.refusals import refused
 
 COUNT = int(os.environ.get("DAMAGES", "45"))
 WIDE = pzs.make_mesh({"data": 4, "model": 2})

@@ -8,9 +8,9 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import flatten, leaves_of
-from tests.checkpoints import trees
-from tests.checkpoints.trees import assert_lies, assert_lies_as, contents, structs_of
+from tests.checkpoints.trees import assert_lies, assert_lies_as, contents, refused_kinds, structs_of
 from tests.models import OPTIMIZERS, counted_mlp
+from tests.refusals import refused
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
 RULES, ZERO = {"embed": "data", "mlp": "model"}, {"mlp": ("data", "model")}
@@ -74,8 +74,7 @@ def test_restore_train_state_where_arrays_go(tmp_path):
     assert_lies_as(pzs.restore_train_state(path, state, shardings=other), other)
     more = {"mesh": TALL}, {"rules": RULES}, {"optimizer_rules": ZERO}
     for options in ({"shardings": other["params"]}, *({"shardings": other, **x} for x in more)):
-        with pytest.raises(pzs.RuleTypeError):
-            pzs.restore_train_state(path, state, **options)
+        refused(pzs.RuleTypeError, pzs.restore_train_state, path, state, **options)
     restored = pzs.restore_train_state(path, state, WIDE, RULES, optimizer_rules=ZERO)
     assert restored["params"]["up/w"].data_array.sharding.spec == jax.P("data", "model")
     mu = restored["opt_state"][0].mu["up/w"]
@@ -87,14 +86,12 @@ def test_restore_train_state_renamed_parameters_with_what_the_optimizer_keeps(tm
     state = dictionary(named_params(), optimizer)
     path = pzs.save_train_state(tmp_path / "state", state)
     other = dictionary(named_params(("net/up", "net/down"), 1), optimizer, step=4)
-    with pytest.raises(pzs.CheckpointMismatchError):
-        pzs.restore_train_state(path, other)
+    refused(pzs.CheckpointMismatchError, pzs.restore_train_state, path, other)
     restored = contents(pzs.restore_train_state(path, other, names={"**/*/w": "**/net/*/w"}))
     assert {path.replace("net/", ""): x for path, x in restored.items()} == contents(state)
 
 
 def test_restore_train_state_of_parameters(tmp_path):
     path = pzs.save_params(tmp_path / "params", named_params())
-    with pytest.raises(pzs.CheckpointMismatchError) as caught:
-        pzs.restore_train_state(path, dictionary(named_params()))
-    assert trees.kinds_by_path(caught) == {"": "kind"}
+    call = pzs.restore_train_state, path, dictionary(named_params())
+    assert refused_kinds(pzs.CheckpointMismatchError, *call) == {"": "kind"}

@@ -6,6 +6,7 @@ import numpy as np
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import flatten, leaves_of
+from tests.refusals import problems_of
 
 
 def is_key(value):
@@ -57,12 +58,9 @@ def assert_lies_as(tree, shardings):
         assert leaf.value.sharding == wanted.value, leaf.path
 
 
-def paths_of(caught):
-    return {problem.path for problem in caught.value.problems}
-
-
-def kinds_by_path(caught):
+def refused_kinds(error, call, *args, **kwargs):
+    """The kinds of the problems with which a call is refused, by path."""
     kinds = {}
-    for problem in caught.value.problems:
-        kinds[problem.path] = " ".join(filter(None, [kinds.get(problem.path), problem.kind]))
+    for problem in problems_of(error, call, *args, **kwargs):
+        kinds[problem.path] = f"{kinds.get(problem.path, '')} {problem.kind}".strip()
     return kinds

@@ -12,6 +12,7 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
 from tests.fitting import runs
 from tests.fitting.runs import draw, initial, make_batch, train
+from tests.refusals import problem_paths
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,5 @@ def test_fit_refuses_the_state_of_an_iterator_that_json_does_not_hold(tmp_path):
         def set_state(self, state):
             raise AssertionError
 
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        train(Odd(), checkpoint=tmp_path)
-    assert {problem.path for problem in caught.value.problems} == {"batches"}
+    assert problem_paths(pzs.RuleTypeError, train, Odd(), checkpoint=tmp_path) == ["batches"]
     assert len(train((batch for batch in Odd()), steps=3, checkpoint=tmp_path)[1]) == 3

@@ -16,13 +16,17 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
 from tests.fitting import runs
 from tests.fitting.runs import KEEPING_STEP, draw, initial, losses_by_hand, make_batch, train
-from tests.refusals import problem_paths, problems_of
+from tests.refusals import problem_paths, problems_of, refused
 
 EVALUATION = {"evaluate_every": 1, "eval_step": runs.EVALUATE, "eval_batches": list(draw(1))}
 
 
-def paths_of(caught):
-    return {problem.path for problem in caught.value.problems}
+def stop(error, *args, match=None, **options):
+    """The path of the problem that ends a run, and the step of the state that comes with it."""
+    with pytest.raises(error, match=match) as caught:
+        train(*args, **options)
+    (problem,) = caught.value.problems
+    return problem.path, int(caught.value.state.step)
 
 
 # Steps and records
@@ -99,10 +103,7 @@ def test_fit_finds_the_loss_of_a_step_of_a_layout():
 
 def test_fit_refuses_a_loss_that_is_no_number():
     for loss in ("cost", "weights"):
-        with pytest.raises(pzs.RuleTypeError) as caught:
-            train(loss=loss)
-        assert paths_of(caught) == {"loss"}
-        assert int(caught.value.state.step) == 1
+        assert stop(pzs.RuleTypeError, loss=loss) == ("loss", 1)
 
 
 def test_fit_places_batches_by_mesh_and_rules():
@@ -126,9 +127,8 @@ def test_fit_refuses_what_other_steps_return():
     evaluation = {**EVALUATION, "eval_step": KEEPING_STEP}
     wrong = {"step": lambda state, x: state}, {"step": runs.EVALUATE}, evaluation
     for options in wrong:
-        with pytest.raises(pzs.RuleTypeError) as caught:
-            train(**options)
-        assert paths_of(caught) <= {"step(state, **batch)", "eval_step(state, **batch)"}
+        problems = refused(pzs.RuleTypeError, train, **options)
+        assert problems.keys() <= {"step(state, **batch)", "eval_step(state, **batch)"}
 
 
 # Evaluation
@@ -143,9 +143,8 @@ def test_fit_evaluates():
     losses = [runs.EVALUATE(state, **runs.place(batch))[0] for batch in draw(3, 100)]
     assert records[-1].evaluation["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
     assert records[-1].evaluation["weights"].shape == (4,)
-    with pytest.raises(pzs.TrainingStoppedError) as caught:
-        train(evaluate_every=1, eval_step=runs.EVALUATE, eval_batches=[])
-    assert paths_of(caught) == {"eval_batches"}
+    paths = problem_paths(pzs.TrainingStoppedError, train, **{**EVALUATION, "eval_batches": []})
+    assert paths == ["eval_batches"]
 
 
 # Checkpoints
@@ -238,12 +237,10 @@ def test_fit_keeps_the_state_that_it_cannot_replace(tmp_path):
         manager.save(0, state_of(4, "features"), extra=extra)
     others = [state_of(5, "features"), state_of(4, "axis")]
     for state in others:
-        with pytest.raises(pzs.CheckpointMismatchError):
-            train(state=state, checkpoint=tmp_path)
+        refused(pzs.CheckpointMismatchError, train, state=state, checkpoint=tmp_path)
     state = state_of(4, "features")
     (tmp_path / "step_00000000" / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(pzs.CheckpointDamagedError):
-        train(state=state, checkpoint=tmp_path)
+    refused(pzs.CheckpointDamagedError, train, state=state, checkpoint=tmp_path)
     arrays = jax.tree.leaves([*others, state])
     assert not any(array.is_deleted() for array in arrays)
 
@@ -252,9 +249,8 @@ def test_fit_refuses_folders_of_other_runs(tmp_path):
     folder = tmp_path / "run"
     state, _ = train(steps=3, checkpoint=folder)
     for options in ({"resume": False}, {"state": train(steps=4)[0]}):
-        with pytest.raises(pzs.TrainingStoppedError) as caught:
-            train(checkpoint=folder, **options)
-        assert paths_of(caught) == {str(folder / "step_00000003")}
+        problems = refused(pzs.TrainingStoppedError, train, checkpoint=folder, **options)
+        assert problems.keys() == {str(folder / "step_00000003")}
     problems = problems_of(pzs.TrainingStoppedError, train, state=state, steps=3)
     assert "steps=6" in problems[0].fix
     # The newest step is behind the last one.
@@ -263,9 +259,8 @@ def test_fit_refuses_folders_of_other_runs(tmp_path):
     assert "steps=5" in problems[0].fix
     with CheckpointManager(tmp_path / "other") as manager:
         manager.save(0, initial())
-    with pytest.raises(pzs.TrainingStoppedError) as caught:
-        train(checkpoint=tmp_path / "other")
-    assert paths_of(caught) == {str(tmp_path / "other" / "step_00000000")}
+    problems = refused(pzs.TrainingStoppedError, train, checkpoint=tmp_path / "other")
+    assert problems.keys() == {str(tmp_path / "other" / "step_00000000")}
 
 
 def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
@@ -308,10 +303,9 @@ def test_fit_saves_between_evaluations_whose_metric_is_best(tmp_path):
 
 
 def test_fit_refuses_a_metric_that_never_comes(tmp_path):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        train(checkpoint=tmp_path, save_every=2, best=("accuracy", "max"))
-    assert paths_of(caught) == {"best"}
-    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 2
+    options = {"checkpoint": tmp_path, "save_every": 2, "best": ("accuracy", "max")}
+    assert stop(pzs.RuleTypeError, **options) == ("best", 2)
+    assert CheckpointManager(tmp_path).latest == 2
 
 
 # What ends a run
@@ -320,14 +314,12 @@ def test_fit_refuses_a_metric_that_never_comes(tmp_path):
 def test_fit_surfaces_a_save_that_fails(tmp_path):
     (tmp_path / "step_00000006").mkdir()
     (tmp_path / "step_00000006" / "mine").touch()
-    with pytest.raises(pzs.CheckpointWriteError) as caught:
-        train(checkpoint=tmp_path, save_every=3)
-    assert int(caught.value.state.step) == 6
+    _, step = stop(pzs.CheckpointWriteError, checkpoint=tmp_path, save_every=3)
+    assert step == 6
     assert CheckpointManager(tmp_path).latest == 3
     (tmp_path / "file").touch()
-    with pytest.raises(pzs.CheckpointWriteError) as caught:
-        train(checkpoint=tmp_path / "file")
-    assert paths_of(caught) == {str(tmp_path / "file")}
+    problems = refused(pzs.CheckpointWriteError, train, checkpoint=tmp_path / "file")
+    assert problems.keys() == {str(tmp_path / "file")}
 
 
 def test_fit_ends_at_a_loss_that_is_not_finite(tmp_path):
@@ -336,19 +328,18 @@ def test_fit_ends_at_a_loss_that_is_not_finite(tmp_path):
         yield {"x": make_batch(0)["x"] * np.inf}
         yield from draw()
 
-    with pytest.raises(pzs.NonFiniteLossError, match="at step 5; step 4 is saved") as caught:
-        train(batches, checkpoint=tmp_path, save_every=2, keep=None)
-    assert paths_of(caught) == {"loss"}
+    options = {"checkpoint": tmp_path, "save_every": 2, "keep": None}
+    path, _ = stop(pzs.NonFiniteLossError, batches, match="step 5; step 4 is saved", **options)
+    assert path == "loss"
     assert CheckpointManager(tmp_path).steps() == [2, 4]
     losses = train(batches, allow_nonfinite=True)[1]
     assert (len(losses), np.isfinite(losses).tolist()) == (9, [True] * 4 + [False] * 5)
 
 
 def test_fit_ends_with_its_batches(tmp_path):
-    with pytest.raises(pzs.TrainingStoppedError, match="after step 4 of 9") as caught:
-        train(list(draw(4)), checkpoint=tmp_path)
-    assert paths_of(caught) == {"batches"}
-    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
+    options = {"checkpoint": tmp_path, "match": "after step 4 of 9"}
+    assert stop(pzs.TrainingStoppedError, list(draw(4)), **options) == ("batches", 4)
+    assert CheckpointManager(tmp_path).latest == 4
     assert train(list(draw(4)), steps=None)[1] == losses_by_hand()[:4]
 
 

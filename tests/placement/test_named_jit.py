@@ -12,6 +12,7 @@ from penzai.models import simple_mlp
 
 import penzai_shard as pzs
 from tests.models import counted_mlp
+from tests.refusals import problems_of
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 RULES = {"embed": "data", "features": "data", "mlp": "model"}
@@ -73,9 +74,8 @@ def test_named_jit_donates_and_traces_once():
 
 def test_named_jit_refuses_assignments():
     run = pzs.named_jit(lambda model: model(pz.nx.ones({"features": 8})), MESH, RULES)
-    with pytest.raises(pzs.ShardingError) as caught:
-        run(counted_mlp())
-    assert "return what it would assign" in caught.value.problems[0].fix
+    (problem,) = problems_of(pzs.ShardingError, run, counted_mlp())
+    assert "return what it would assign" in problem.fix
 
 
 def test_named_jit_keeps_an_array_that_is_given_twice():

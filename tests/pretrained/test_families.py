@@ -16,6 +16,7 @@ from penzai_shard.pretrained import model_of_config
 from penzai_shard.pretrained.families import FAMILIES, ApplyScaledRoPE
 from penzai_shard.pretrained.model_configs import read_config
 from tests.pretrained.models import CONFIGS, draw_tensors, write_model
+from tests.refusals import refused
 
 
 def values_of(model, kind, read):
@@ -150,11 +151,9 @@ def test_layers_compute_with_the_numbers_of_the_configuration(name, changes, kin
     ],
 )
 def test_model_of_config_refuses_all_that_is_wrong_by_option(name, options, fixes):
-    with pytest.raises(RuleTypeError) as caught:
-        model_of_config(CONFIGS[name], **options)
-    found = {problem.path: problem.fix for problem in caught.value.problems}
-    assert found.keys() == fixes.keys()
-    assert all(fix in found[path] for path, fix in fixes.items())
+    problems = refused(RuleTypeError, model_of_config, CONFIGS[name], **options)
+    assert problems.keys() == fixes.keys()
+    assert all(fix in problems[path].fix for path, fix in fixes.items())
 
 
 def test_families_are_those_of_configurations():

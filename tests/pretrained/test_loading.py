@@ -19,9 +19,10 @@ from penzai_shard.errors import (
     RuleTypeError,
 )
 from penzai_shard.pretrained import model_of_config
-from tests.checkpoints.safetensors_files import make_texts, refused, write_one
+from tests.checkpoints.safetensors_files import make_texts, write_one
 from tests.checkpoints.trees import numbers, params
 from tests.pretrained.models import CONFIGS, draw_tensors, write_model
+from tests.refusals import refused
 
 RULES = pzs.tensor_parallel("model")
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"

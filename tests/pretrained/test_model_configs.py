@@ -18,6 +18,7 @@ from penzai_shard.pretrained import model_configs
 from penzai_shard.pretrained.families import model_of_config
 from penzai_shard.pretrained.model_configs import Layer, published_names, read_config
 from tests.pretrained.models import CONFIGS
+from tests.refusals import problem_paths, problems_of
 
 OWN_MODEL, COPY, LEAVE_OUT, TWO = "into=", "Copy it", "Leave it out", "Leave the wrong one out"
 ROPE, FULL = "rope_parameters", "rope_parameters/full_attention"
@@ -95,9 +96,7 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("name", "changes", "path", "fix"), REFUSED_TOGETHER)
 def test_read_config_refuses_by_name_what_penzais_model_does_not_compute(name, changes, path, fix):
-    with pytest.raises(CheckpointMismatchError) as caught:
-        read_config(CONFIGS[name] | changes)
-    (problem,) = caught.value.problems
+    (problem,) = problems_of(CheckpointMismatchError, read_config, CONFIGS[name] | changes)
     assert problem.path == path
     assert fix in problem.fix
 
@@ -185,9 +184,8 @@ def test_layers_that_are_not_listed_follow_a_pattern(listed, pattern, windows):
 def test_read_config_refuses_other_architectures_with_those_that_are_known(
     architectures, model_type
 ):
-    with pytest.raises(CheckpointMismatchError) as caught:
-        read_config({"architectures": architectures, "model_type": model_type})
-    (problem,) = caught.value.problems
+    config = {"architectures": architectures, "model_type": model_type}
+    (problem,) = problems_of(CheckpointMismatchError, read_config, config)
     assert problem.path == "architectures"
     assert all(config["architectures"][0] in problem.what for config in CONFIGS.values())
     assert OWN_MODEL in problem.fix
@@ -239,9 +237,8 @@ def test_read_config_refuses_what_is_no_table_of_attributes(tmp_path):
     for config, place in wrong:
         if isinstance(config, str):
             path.write_bytes(config.encode(errors="surrogateescape"))
-        with pytest.raises(CheckpointDamagedError) as caught:
-            read_config(path if isinstance(config, str) else config)
-        assert [problem.path for problem in caught.value.problems] == [place]
+            config = path
+        assert problem_paths(CheckpointDamagedError, read_config, config) == [place]
 
 
 @pytest.mark.parametrize(

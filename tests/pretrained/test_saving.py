@@ -20,9 +20,9 @@ from penzai_shard.errors import (
     ShardingError,
 )
 from penzai_shard.pretrained import model_of_config
-from tests.checkpoints.safetensors_files import refused
 from tests.checkpoints.trees import blank, numbers, params
 from tests.pretrained.models import CONFIGS, draw_tensors, write_model
+from tests.refusals import refused
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 OWN = {
@@ -146,8 +146,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, stopped_
 
     monkeypatch.setattr(Replacement, "commit", commit)
     expected = CheckpointWriteError if isinstance(stopped_by, OSError) else KeyboardInterrupt
-    with pytest.raises(expected):
-        save(folder, {"w": jnp.zeros(3)}, overwrite=True)
+    refused(expected, save, folder, {"w": jnp.zeros(3)}, overwrite=True)
     monkeypatch.undo()
     assert [*tmp_path.iterdir()] == [folder]
     assert params(load(folder, into=blank(OWN))) == params(OWN)

@@ -28,6 +28,7 @@ from penzai_shard.processes import agreement
 from penzai_shard.processes.arrays import put
 from penzai_shard.processes.job import several_processes
 from tests.processes.launching import run_processes
+from tests.refusals import problem_paths, refused
 
 AXES = ("data", "model")
 RULES, ROWS = {"in": "data", "out": "model"}, {"batch": "data", "in": None}
@@ -38,10 +39,6 @@ STEPS = 8
 def make_mesh(shape):
     devices = jax.devices()[: shape[0] * shape[1]]
     return Mesh(np.array(devices).reshape(shape), AXES)
-
-
-def paths_of(caught):
-    return [problem.path for problem in caught.value.problems]
 
 
 # Claims about agreements
@@ -72,16 +69,14 @@ def fail_within_blocks(process, me, error):
 
 def claim_together_ends_agreements_within_the_block(me):
     for process in (0, 1):
-        with pytest.raises(PlanError):
-            fail_within_blocks(process, me, PlanError("no valid layout:"))
+        refused(PlanError, fail_within_blocks, process, me, PlanError("no valid layout:"))
         # Both have left all blocks, and are in step.
         assert agreement.sum_over_processes([1]) == [2]
 
 
 def claim_different_calls_are_refused(me):
-    with pytest.raises(ShardingError) as caught:
-        agreement.sum_over_processes([1] * (1 + me))
-    assert paths_of(caught) == ["process 0", "process 1"]
+    problems = refused(ShardingError, agreement.sum_over_processes, [1] * (1 + me))
+    assert [*problems] == ["process 0", "process 1"]
 
 
 def claim_a_process_that_does_not_come_is_named(me):
@@ -92,9 +87,7 @@ def claim_a_process_that_does_not_come_is_named(me):
         if me == late == 0:
             assert agreement.any_process(True) is True
             continue
-        with pytest.raises(ShardingError) as caught:
-            agreement.any_process(False)
-        assert paths_of(caught) == [f"process {late}"]
+        assert problem_paths(ShardingError, agreement.any_process, False) == [f"process {late}"]
         if me != late:
             messages.send(f"without/{late}", "gave up")
     agreement.PATIENCE_SECONDS = patience
@@ -132,7 +125,7 @@ def claim_refuse_differences_names_what_differs(me):
     texts = {"same": "int32[2]", "w": f"float32[{me}]", **({"extra": "x" * 300} if me else {})}
     with pytest.raises(ShardingError) as caught:
         agreement.refuse_differences("place", texts)
-    assert paths_of(caught) == ["w", "extra"]
+    assert [problem.path for problem in caught.value.problems] == ["w", "extra"]
     assert len(str(caught.value)) < 600
 
 
@@ -183,9 +176,8 @@ def claim_put_takes_typed_keys(me):
 
 
 def claim_put_refuses_other_shapes(me):
-    with pytest.raises(ShardingError) as caught:
-        put([np.ones(2), np.ones(2 + me)], [layout()] * 2, paths=["b", "w"])
-    assert paths_of(caught) == ["w"]
+    call = put, [np.ones(2), np.ones(2 + me)], [layout()] * 2
+    assert problem_paths(ShardingError, *call, paths=["b", "w"]) == ["w"]
 
 
 # Claims about training and its checkpoints
@@ -252,9 +244,8 @@ def claim_other_data_is_refused(me, folder):
     # Both processes have all rows.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, AXES)
     batch = {"x": BATCHES[me], "y": BATCHES[0]}
-    with pytest.raises(pzs.ShardingError) as caught:
-        pzs.shard_batch(batch, mesh, ROWS, first_axis="batch", local=True)
-    assert [problem.path for problem in caught.value.problems] == ["x"]
+    options = {"first_axis": "batch", "local": True}
+    assert problem_paths(ShardingError, pzs.shard_batch, batch, mesh, ROWS, **options) == ["x"]
 
 
 def claim_each_process_has_an_extra(me, folder):
@@ -262,14 +253,12 @@ def claim_each_process_has_an_extra(me, folder):
     with CheckpointManager(folder / "extra", keep_last=1) as manager:
         for step in (1, 2):
             manager.save(step, states[step], {"loss": step + me}, extra={"me": me})
-        with pytest.raises(pzs.ShardingError):
-            manager.save(3 + me, states[3 + me])
+        refused(pzs.ShardingError, manager.save, 3 + me, states[3 + me])
         manager.wait()
         assert (manager.extra(2), manager.metrics(2)) == ({"me": me}, {"loss": 2.0})
         assert agreement.gather("asking for steps", manager.steps()) == [[2], [2]]
-        with pytest.raises(pzs.CheckpointWriteError) as caught:
-            manager.save(1, states[1])
-    assert caught.value.problems[0].path == str(folder / "extra")
+        paths = problem_paths(pzs.CheckpointWriteError, manager.save, 1, states[1])
+    assert paths == [str(folder / "extra")]
     # Nobody waits for it but the end of the job.
     CheckpointManager(folder / "late").save(1, states[1])
 
@@ -308,8 +297,7 @@ def test_claims_of_two_processes(tmp_path):
         assert restored.params["w"].data_array.sharding.mesh.devices.shape == shape
         assert read_matrix(make_mesh(shape), restored) == trained
     assert CheckpointManager(tmp_path / "late").latest == 1
-    with pytest.raises(pzs.CheckpointMismatchError):
-        CheckpointManager(tmp_path / "extra").extra(2)
+    refused(pzs.CheckpointMismatchError, CheckpointManager(tmp_path / "extra").extra, 2)
 
 
 if __name__ == "__main__":
