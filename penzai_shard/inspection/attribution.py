@@ -33,10 +33,9 @@ _BY_NAME = ("/psum", "/psum_invariant")
 # Earliest first; a step may have operations of which none is known.
 _PHASES = ("forward", "backward", "optimizer", None)
 
-_STRUCTURE = CALLS | frozenset(
-    {"conditional", "get-tuple-element", "optimization-barrier", "parameter", "tuple", "while"}
-)
-_ENDS = ("-start", "-update", "-done")
+_CARRIERS = """
+    async conditional get-tuple-element optimization-barrier parameter tuple while"""
+_STRUCTURE = CALLS | frozenset(_CARRIERS.split())
 _MOVES = """
     bitcast bitcast-convert concatenate convert copy dynamic-slice dynamic-update-slice pad reshape
     reverse slice transpose"""
@@ -45,7 +44,7 @@ _ARITHMETIC = """
     or power rsqrt select sign sqrt subtract tanh"""
 _ELEMENTS_STAY = "bitcast convert copy reshape transpose"
 # Behind these an array is the same array, or a part of it.
-_SAME_ARRAY = _STRUCTURE | _KINDS | frozenset([*_MOVES.split(), "async"])
+_SAME_ARRAY = _STRUCTURE | _KINDS | frozenset(_MOVES.split())
 # What an optimizer does element by element. A norm of all gradients is not in it, nor what is
 # multiplied by one: that is a number, and comes through a broadcast.
 _SAME_PARAMETER = _SAME_ARRAY | frozenset(_ARITHMETIC.split())
@@ -123,16 +122,16 @@ def read_collectives(program: Program, step: "LoweredStep") -> tuple[Collective,
     """
     if step.mesh is None:
         return ()
-    sizes = dict(step.mesh.shape)
+    mesh = tuple(step.mesh.shape.items())
     attribution = _Attribution(program, step)
     problems = Problems("collectives that cannot be read:")
     found = []
     for one in _collective_instructions(program):
-        kind = one.opcode.removesuffix("-start")
+        kind = one.kind
         are_pairs = kind == "collective-permute"
         text = one.attribute("source_target_pairs" if are_pairs else "replica_groups") or "{}"
-        groups = read_groups(text, math.prod(sizes.values()))
-        into, out = _arrays(program, one, kind)
+        groups = read_groups(text, math.prod(size for _, size in mesh))
+        into, out = _arrays(program, one)
         size = 2 if are_pairs else len(groups[0]) if groups else 0
         if groups is None or not _fit(kind, into, out, size):
             sides = " -> ".join(", ".join(map(str, side)) for side in (into, out))
@@ -141,13 +140,13 @@ def read_collectives(program: Program, step: "LoweredStep") -> tuple[Collective,
             continue
         if all(len(set(group)) == 1 for group in groups):
             continue
-        parts = tuple(attribution.parts(one, kind, into, out, size))
+        parts = tuple(attribution.parts(one, into, out, size))
         is_fused = any(c.opcode == "fusion" for c in program.callers.get(one.computation, ()))
         if is_fused and all(part.keeps_slice for part in parts):
             # The compiler for TPUs writes a reduce-scatter as a sum and a slice in one fusion.
             kind = "reduce-scatter"
             parts = tuple(dataclasses.replace(part, keeps_slice=False) for part in parts)
-        axes, axes_text = mesh_axes(groups, sizes, are_pairs=are_pairs)
+        axes, axes_text = mesh_axes(groups, mesh, are_pairs=are_pairs)
         payload = max(sum(array.bytes for array in side) for side in (into, out))
         form = kind, one.name, axes, axes_text, size, payload
         found.append(Collective(*form, *program.times[one.computation], parts))
@@ -170,7 +169,8 @@ def _collective_instructions(program: Program) -> Iterator[Instruction]:
         targets = [user.attribute("custom_call_target") for user in users]
         return f'"AsyncCollective{end}"' in targets
 
-    found = [one for one in program if one.opcode.removesuffix("-start") in _KINDS]
+    every = (one for one in program if one.kind in _KINDS)
+    found = [one for one in every if not one.opcode.endswith("-done")]
     started = {chain(one) for one in found if is_written(one, "Start")}
     for one in found:
         is_named = "chain_id=" in (one.attribute("frontend_attributes") or "")
@@ -179,15 +179,14 @@ def _collective_instructions(program: Program) -> Iterator[Instruction]:
             yield one
 
 
-def _arrays(
-    program: Program, one: Instruction, kind: str
-) -> tuple[Sequence[Array], Sequence[Array]]:
+def _arrays(program: Program, one: Instruction) -> tuple[Sequence[Array], Sequence[Array]]:
     """What goes into a collective, and what comes out of it."""
     # Behind the first operand of a ragged one are the room for what comes out, and tables.
-    count = 1 if kind == "ragged-all-to-all" else None
+    count = 1 if one.kind == "ragged-all-to-all" else None
     into = [array for operand in program.operands(one)[:count] for array in operand.results]
     out = one.results
-    if one.opcode != kind and kind != "all-reduce":  # A start gives what goes in, too.
+    # A start gives what goes in, too.
+    if one.opcode.endswith("-start") and one.kind != "all-reduce":
         out = out[len(into) : 2 * len(into)]
     return into, out
 
@@ -208,28 +207,28 @@ class _Attribution:
         self._arguments = {array.name: array for array in step.arguments}
 
     def parts(
-        self, one: Instruction, kind: str, into: Sequence[Array], out: Sequence[Array], size: int
+        self, one: Instruction, into: Sequence[Array], out: Sequence[Array], size: int
     ) -> Iterator[Part]:
         """One answer for each array that a collective moves among groups of a size."""
-        if kind == "all-to-all" and len(into) == size:
+        if one.kind == "all-to-all" and len(into) == size:
             # One array, written as a piece for each device.
             pieces = sum(array.bytes for array in into)
-            yield dataclasses.replace(self._part(one, kind, 0, into[0]), payload_bytes=pieces)
+            yield dataclasses.replace(self._part(one, 0, into[0]), payload_bytes=pieces)
             return
         for position, array in enumerate(into):
             larger = array
             if len(out) == len(into):
                 larger = max(array, out[position], key=lambda each: each.bytes)
-            part = self._part(one, kind, position, larger)
+            part = self._part(one, position, larger)
             # Compilers make a reduce-scatter of what the partitioner adds, not of what a user asks
             # for by name (seen on TPU v5e).
-            is_found = kind == "all-reduce" and not one.op_name.endswith(_BY_NAME)
+            is_found = one.kind == "all-reduce" and not one.op_name.endswith(_BY_NAME)
             is_sliced = is_found and self._is_sliced(one, position, size)
             yield dataclasses.replace(part, keeps_slice=is_sliced)
 
-    def _part(self, one: Instruction, kind: str, position: int, larger: Array) -> Part:
+    def _part(self, one: Instruction, position: int, larger: Array) -> Part:
         """Whose the array of an operand is, and what it is."""
-        is_sum = kind in _REDUCTIONS
+        is_sum = one.kind in _REDUCTIONS
         value = Place(self._program.operands(one)[position])
         result = self._program.result(one, position)
         argument = self._argument(value)
@@ -239,7 +238,7 @@ class _Attribution:
         # Of several arrays that the compiler merged, the name may name one only. Then the nearest
         # operations say it, if all of them do; of what is gathered for several, the first.
         names, start = self._names(one), value if is_sum else result
-        own = names if len(one.operands) == 1 or kind == "all-to-all" else ()
+        own = names if len(one.operands) == 1 or one.kind == "all-to-all" else ()
         layers, phase = self._layers(own), _only_value(map(self._step.layers.phase, own))
         near = () if layers and len(own) == 1 else self._near_names(start, is_sum)
         phases = [*map(self._step.layers.phase, near)]
@@ -304,8 +303,8 @@ class _Attribution:
     def _ends(self, start: Place, before: bool) -> list[Instruction]:
         """What an array comes from, or goes into, as long as it is the same array."""
         step = self._program.sources if before else self._program.uses
-        places = self._program.walk([start], step, _is_same_array)
-        ends = [one for one, _ in places if not _is_same_array(one) or self._is_argument(one)]
+        places = self._program.walk([start], step, _SAME_ARRAY)
+        ends = [x for x, _ in places if x.kind not in _SAME_ARRAY or self._is_argument(x)]
         return [one for one in ends if not self._is_filled(one)]
 
     def _is_filled(self, one: Instruction) -> bool:
@@ -349,7 +348,7 @@ class _Attribution:
             used = self._near_names(Place(own), False) if own else ()
             is_trained = {"forward", "backward"} & {*map(self._step.layers.phase, used)}
             if is_trained and array.part != "optimizer state":
-                for value in self._program.walk([Place(root, result)], sources, _is_same_parameter):
+                for value in self._program.walk([Place(root, result)], sources, _SAME_PARAMETER):
                     found[value][array.path] = array
         return found
 
@@ -357,38 +356,18 @@ class _Attribution:
         """Whether each of some devices uses its own slice of a sum only."""
         start, slices = self._program.result(one, position), 0
         first = self._program.uses(start)
-        for user, _ in self._program.walk(first, self._program.uses, _keeps_elements):
+        for user, _ in self._program.walk(first, self._program.uses, _SAME_ELEMENTS):
             if user.opcode == "dynamic-slice":
                 whole = self._program.operands(user)[0].results[0]
                 if user.results[0].size * size != whole.size:
                     return False
                 slices += 1
-            elif not _keeps_elements(user) or self._is_result(user):
+            elif user.kind not in _SAME_ELEMENTS or self._is_result(user):
                 return False
         return slices > 0
 
     def _is_result(self, one: Instruction) -> bool:
         return one.is_root and one.computation == self._program.entry
-
-
-def _opcode(one: Instruction) -> str:
-    """What an instruction does, also where it runs in the background."""
-    for end in _ENDS:
-        if one.opcode.endswith(end):
-            return one.opcode.removesuffix(end)
-    return one.opcode
-
-
-def _is_same_array(one: Instruction) -> bool:
-    return _opcode(one) in _SAME_ARRAY
-
-
-def _is_same_parameter(one: Instruction) -> bool:
-    return _opcode(one) in _SAME_PARAMETER
-
-
-def _keeps_elements(one: Instruction) -> bool:
-    return one.opcode in _SAME_ELEMENTS
 
 
 def _only_value(values: Iterable[str | None]) -> str | None:

@@ -7,17 +7,17 @@ of which the program does not say how often it runs is in no sum; it is listed.
 
 import dataclasses
 import functools
-import itertools
 import posixpath
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from penzai_shard.errors import Problems, SelectionError
+from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.inspection.attribution import Collective, Part, read_collectives
 from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.topologies import Topology, least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import matches, nearest
+from penzai_shard.programs import LOSS, OPTIMIZER
 from penzai_shard.reports.quantities import bytes_text, seconds_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from penzai_shard.inspection.lowering import LoweredStep
 
 UNATTRIBUTED = "unattributed"
-# Owners that are no layers.
-_OTHER_OWNERS = ("loss", "optimizer", UNATTRIBUTED)
 # The words of a table for what a part moves; the first whose beginning fits.
 _MOVES = {
     "gradient of activation ": "gradients of activations",
@@ -187,25 +185,18 @@ class CollectiveReport(HasReport):
         Raises:
             SelectionError: The step has no layer of that name.
         """
-
-        def is_inside(owner: str) -> bool:
-            return matches(f"{pattern}/**", owner)
-
-        owners = [
-            [owner for part in one.parts for owner in part.layers or (UNATTRIBUTED,)]
-            for one in self.collectives
-        ]
-        pairs = zip(self.collectives, owners, strict=True)
-        found = tuple(one for one, own in pairs if any(map(is_inside, own)))
-        # A layer may communicate nothing.
-        known = [*self.layers, *_OTHER_OWNERS, *itertools.chain(*owners)]
-        if not any(map(is_inside, known)):
+        known = [*self.layers, LOSS, OPTIMIZER, UNATTRIBUTED]
+        inside = {owner for owner in known if matches(f"{pattern}/**", owner)}
+        if not inside:
             near = nearest(pattern, known)
             fix = f"Write {near!r}." if near else "Write a layer of report.by_layer()."
-            problems = Problems("owned_by:")
-            problems.add("", f"the step has no layer {pattern!r}", fix, "unused")
-            problems.raise_if_any(SelectionError)
-        return found
+            problem = Problem("", f"the step has no layer {pattern!r}", fix, "unused")
+            raise SelectionError("owned_by:", [problem])
+        return tuple(
+            one
+            for one in self.collectives
+            if any(inside.intersection(part.layers or (UNATTRIBUTED,)) for part in one.parts)
+        )
 
     def least_time(self, links: Topology | Mapping[str, float] | None = None) -> float:
         """A lower bound in seconds of the time that the collectives take in one step.

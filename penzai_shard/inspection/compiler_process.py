@@ -16,6 +16,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+from jax.experimental.topologies import get_topology_desc
+
 from penzai_shard.errors import CompilationError, Problem
 from penzai_shard.inspection.topologies import SLICES, Topology
 from penzai_shard.jax_internals.compiler import Compiled, compile_bytecode
@@ -172,9 +175,6 @@ def read_needed_memory(message: str) -> tuple[int, int] | None:
 
 def _find_devices(topology: Topology) -> list[Any]:
     """Simulated devices, or descriptions of others as JAX has them in a real run."""
-    import jax
-    from jax.experimental import topologies
-
     if topology.platform == "cpu":
         return list(jax.devices("cpu"))
     name, options = topology.name, dict[str, Any]()
@@ -188,17 +188,7 @@ def _find_devices(topology: Topology) -> list[Any]:
             options["wrap"] = [True, True, True]
         if math.prod(topology.shape) == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
-    return list(topologies.get_topology_desc(name, topology.platform, **options).devices)
-
-
-def _order_devices(topology: Topology, sizes: Mapping[str, int], devices: list[Any]) -> list[Any]:
-    """The devices in the order in which a mesh of all of them has them in a real run."""
-    import jax
-
-    if not sizes:
-        return devices[:1]
-    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), devices=devices)
-    return list(mesh.devices.flat)
+    return list(get_topology_desc(name, topology.platform, **options).devices)
 
 
 def _answer(
@@ -208,7 +198,9 @@ def _answer(
     try:
         devices = _find_devices(topology)
         kind = devices[0].device_kind
-        devices = _order_devices(topology, sizes, devices)
+        # In the order in which a mesh of all of them has them in a real run.
+        mesh = jax.make_mesh((*sizes.values(),), (*sizes,), devices=devices) if sizes else None
+        devices = devices[:1] if mesh is None else [*mesh.devices.flat]
         return Answer(compile_bytecode(bytecode, devices, options), kind, "")
     except Exception as error:
         return _Failure(f"{type(error).__name__}: {error}", kind)

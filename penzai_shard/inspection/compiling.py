@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from penzai_shard.errors import CompilationError, Problem, RuleTypeError
 from penzai_shard.inspection.collectives import CollectiveReport, make_collective_report
-from penzai_shard.inspection.compiler_process import compile_in_process
 from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
 from penzai_shard.inspection.memory import MemoryReport, make_memory_report
@@ -210,14 +209,10 @@ def _compile(
 def compile_lowered(lowered: LoweredStep, called: str) -> CompiledStep:
     """Compiles a step that is lowered already, for ``called``."""
     bytecode, mesh = compiler.write_bytecode(lowered.lowered), lowered.mesh
-    if isinstance(mesh, AbstractMesh) and mesh.size > len(jax.devices("cpu")):
-        options = compiler.compile_options(mesh.size, "cpu", lowered.options)
-        answer = compile_in_process(bytecode, mesh, Topology(f"cpu:{mesh.size}"), options)
-        return make_compiled_step(lowered, answer.compiled, answer.device_kind, None, answer.log)
     if mesh is None:
         devices = jax.devices()[:1]
     elif isinstance(mesh, AbstractMesh):
-        devices = jax.devices("cpu")[: mesh.size]
+        devices = compiler.simulated_devices(mesh.size)
     else:
         devices = [*mesh.devices.flat]
     options = compiler.compile_options(len(devices), devices[0].platform, lowered.options)
@@ -316,7 +311,8 @@ def _find_recompilation(
         is_laid = step.mesh is not None and step.mesh.size > 1 and result.sharding is not None
         # JAX tells the spec P("data", None) from P("data"). It chooses the latter, unless its first
         # argument has the former (maybe_recover_user_shardings in jax 0.10.2).
-        if first and step.results[number].sharding is None and _have_equal_layouts(first, result):
+        is_free = step.results[number].sharding is None
+        if first and is_free and (first.spec, len(first.shape)) == (result.spec, len(result.shape)):
             result = dataclasses.replace(result, sharding=first.sharding)
         before, after = (
             f"{'weak ' * x.is_weak}{x.dtype}" + f" {_write_layout(x)}" * is_laid
@@ -324,10 +320,6 @@ def _find_recompilation(
         )
         if before != after:
             yield argument.path, before, after
-
-
-def _have_equal_layouts(a: StepArray, b: StepArray) -> bool:
-    return a.spec == b.spec and len(a.shape) == len(b.shape)
 
 
 def _write_layout(array: StepArray) -> str:

@@ -9,15 +9,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
 _LISTED = re.compile(r"\{(?:\{\d+(?:,\d+)*\},?)+\}")
-_RANGE = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_RANGE = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _BY_AXES = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*)\))? ?\{([^}]*)\}")
 _AXIS = re.compile(r"'?([\w.\-]+)'?=(\d+)")
 _PART_OF_AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
@@ -43,7 +42,7 @@ def read_groups(text: str, count: int) -> Groups | None:
             ids = np.arange(count)[None]
         elif _LISTED.fullmatch(text):
             ids = np.array([_numbers(row) for row in re.findall(r"[\d,]*\d", text)])
-        elif found := _RANGE.fullmatch(text):
+        elif (found := _RANGE.fullmatch(text)) and found[1]:
             ids = _order(found[2], found[3]).reshape(_numbers(found[1]))
         elif found := _BY_AXES.fullmatch(text):
             ids = _groups_by_axes(*found.groups())
@@ -86,41 +85,33 @@ def _groups_by_axes(axes: str, device_ids: str | None, over: str) -> np.ndarray:
     outside = [i for i in range(len(parts)) if i not in inside]
 
     ids = np.arange(math.prod(sizes.values()))
-    if device_ids and (found := _RANGE.fullmatch(device_ids)):
-        ids = _order(found[2], found[3])
-    elif device_ids:
-        found = _ORDER.fullmatch(device_ids)
-        ids = _order(*found.groups()) if found else np.array(_numbers(device_ids))
+    if device_ids:
+        found = _RANGE.fullmatch(device_ids)
+        ids = _order(found[2], found[3]) if found else np.array(_numbers(device_ids))
     ids = ids.reshape([size for *_, size in parts]).transpose(outside + inside)
     return ids.reshape(-1, math.prod(parts[i][2] for i in inside))
 
 
+@functools.lru_cache(maxsize=512)
 def mesh_axes(
-    groups: Groups, mesh_sizes: Mapping[str, int], *, are_pairs: bool = False
+    groups: Groups, mesh: tuple[tuple[str, int], ...], *, are_pairs: bool = False
 ) -> tuple[tuple[str, ...] | None, str]:
     """The mesh axes that groups of devices go over, and the same as text.
 
     Args:
         groups: The groups.
-        mesh_sizes: The size of each mesh axis.
+        mesh: Each mesh axis and its size.
         are_pairs: Whether they are the sources and targets of a permute.
 
     Returns:
         The mesh axes, also where groups go over a part of one, which the text says; None where
         groups do not go along mesh axes.
 
-    >>> mesh_axes(((0, 1), (2, 3)), {"data": 2, "model": 2})
+    >>> mesh_axes(((0, 1), (2, 3)), (("data", 2), ("model", 2)))
     (('model',), 'model')
-    >>> mesh_axes(((0, 1), (2, 3)), {"data": 4})
+    >>> mesh_axes(((0, 1), (2, 3)), (("data", 4),))
     (('data',), 'data (2 of 4, neighbours)')
     """
-    return _mesh_axes(groups, tuple(mesh_sizes.items()), are_pairs)
-
-
-@functools.lru_cache(maxsize=512)
-def _mesh_axes(
-    groups: Groups, mesh: Sequence[tuple[str, int]], are_pairs: bool
-) -> tuple[tuple[str, ...] | None, str]:
     names, shape = [name for name, _ in mesh], [size for _, size in mesh]
     groups = tuple(group for group in groups if len(set(group)) > 1)
     if not groups:

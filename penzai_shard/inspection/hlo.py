@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penzai_shard.errors import Problem, ProgramError
@@ -40,8 +40,7 @@ _SAME_STRUCTURE = frozenset({"async-update", "optimization-barrier"})
 _OPERANDS_THAT_STAY = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 1}
 # Through these an integer stays the integer that it is.
 _SAME = """
-    bitcast copy copy-done copy-start fusion get-tuple-element optimization-barrier parameter
-    reshape tuple while"""
+    bitcast copy fusion get-tuple-element optimization-barrier parameter reshape tuple while"""
 _SAME_INTEGER = frozenset(_SAME.split())
 
 
@@ -94,6 +93,11 @@ class Instruction:
     rest: str
     computation: str
     is_root: bool
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """Its opcode without what tells where it starts and ends in the background."""
+        return re.sub("-(start|update|done)$", "", self.opcode)
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
@@ -228,12 +232,12 @@ class Program:
 
     def result(self, one: Instruction, position: int) -> Place:
         """What a collective gives for an operand."""
-        index = position if len(one.operands) > 1 and _kind(one) in _ONE_BY_ONE else 0
+        index = position if len(one.operands) > 1 and one.kind in _ONE_BY_ONE else 0
         return Place(one, self.given_back(one) + index)
 
     def given_back(self, one: Instruction) -> int:
         """How many arrays a start gives before what comes out: what goes in."""
-        if not one.opcode.endswith("-start") or _kind(one) in ("all-reduce", "copy"):
+        if not one.opcode.endswith("-start") or one.kind in ("all-reduce", "copy"):
             return 0
         return sum(len(operand.results) for operand in self.operands(one))
 
@@ -266,7 +270,7 @@ class Program:
             yield Place(operands[0], number)
         elif one.opcode.endswith("-done"):
             yield Place(operands[0], self.given_back(operands[0]) + number)
-        elif len(operands) > 1 and _kind(one) in _ONE_BY_ONE:
+        elif len(operands) > 1 and one.kind in _ONE_BY_ONE:
             yield Place(operands[number % len(operands)])
         else:
             yield from taken[: _OPERANDS_THAT_STAY.get(one.opcode)]
@@ -288,21 +292,22 @@ class Program:
         self,
         starts: Iterable[Place],
         step: Callable[[Place], Iterable[Place]],
-        goes_on: Callable[[Instruction], bool] = lambda one: True,
+        through: Collection[str] | None = None,
     ) -> Iterator[Place]:
         """The values around some, the nearest first.
 
         Args:
             starts: Where to begin; they come first.
             step: ``sources`` or ``uses``.
-            goes_on: Whether to go on behind what an instruction gives.
+            through: The kinds of instructions behind which to go on; by default all.
         """
         waiting = collections.deque(dict.fromkeys(starts))
         seen = set(waiting)
         while waiting:
             place = waiting.popleft()
             yield place
-            for other in step(place) if goes_on(place.instruction) else ():
+            goes_on = through is None or place.instruction.kind in through
+            for other in step(place) if goes_on else ():
                 if other not in seen:
                     seen.add(other)
                     waiting.append(other)
@@ -349,8 +354,9 @@ class Program:
     def turns(self, loop: Instruction) -> int | None:
         """How often the body of a ``while`` runs; None if that is not certain.
 
-        Where the compiler does not write it, as those for TPUs do not, the loop must compare an
-        integer with a constant, which begins with a constant, and to which the body adds one.
+        Where the compiler does not write it, as those for TPUs do not, the loop must be one as JAX
+        writes for ``scan`` and ``fori_loop``: an integer that begins with a constant, to which the
+        body adds one as long as it is less than another constant.
         """
         if known := _TURNS.search(loop.rest):
             return int(known[1])
@@ -363,24 +369,24 @@ class Program:
         if own is None or own.instruction.opcode != "parameter" or last is None:
             return None
         first = self._constant(Place(self.operands(loop)[0], own.number))
-        added = self._increment(body, own.number)
-        direction = compare.instruction.attribute("direction") or ""
-        return None if first is None else _count(first, added or 0, last, direction)
+        is_less = compare.instruction.attribute("direction") == "LT"
+        if first is None or not is_less or not self._adds_one(body, own.number):
+            return None
+        return max(0, last - first)
 
-    def _increment(self, body: str, number: int) -> int | None:
-        """The constant that a loop's body adds to a carried integer, and does nothing else."""
+    def _adds_one(self, body: str, number: int) -> bool:
+        """Whether a loop's body adds one to a carried integer, and does nothing else."""
         total = self._origin(Place(self.root(body), number), body)
         if total is None or total.instruction.opcode != "add":
-            return None
+            return False
         counter, added = map(Place, self.operands(total.instruction))
         own = self._origin(counter, body)
-        if own is None or (own.instruction.opcode, own.number) != ("parameter", number):
-            return None
-        return self._constant(added)
+        is_own = own is not None and (own.instruction.opcode, own.number) == ("parameter", number)
+        return is_own and self._constant(added) == 1
 
     def _origin(self, place: Place, within: str) -> Place | None:
         """What computes an integer, or the parameter of a computation that it is."""
-        while place.instruction.opcode in _SAME_INTEGER:
+        while place.instruction.kind in _SAME_INTEGER:
             one = place.instruction
             if one.opcode == "parameter" and one.computation == within:
                 return place
@@ -392,13 +398,10 @@ class Program:
 
     def _constant(self, place: Place) -> int | None:
         """The integer that a value always is; None if it may be another."""
-
-        def is_same(one: Instruction) -> bool:
-            return one.opcode in _SAME_INTEGER
-
         found = set()
-        for one, _ in self.walk([place], self.sources, is_same):
-            if is_same(one) and not (one.opcode == "parameter" and one.computation == self.entry):
+        for one, _ in self.walk([place], self.sources, _SAME_INTEGER):
+            is_argument = one.opcode == "parameter" and one.computation == self.entry
+            if one.kind in _SAME_INTEGER and not is_argument:
                 continue
             if one.opcode != "constant" or one.results[0].dtype not in ("s32", "s64"):
                 return None
@@ -406,19 +409,6 @@ class Program:
         return int(found.pop()) if len(found) == 1 else None
 
 
-def _count(first: int, added: int, last: int, direction: str) -> int | None:
-    """How many turns a counter takes; None for other loops than those that reach their end."""
-    forward = direction in ("LT", "LE") and added > 0
-    if not forward and not (direction in ("GT", "GE") and added < 0):
-        return None
-    distance = (last - first if forward else first - last) + direction.endswith("E")
-    return max(0, -(-distance // abs(added)))
-
-
 def _loop(one: Instruction, role: str) -> str:
     """The ``condition`` or the ``body`` of a ``while``."""
     return (one.attribute(role) or "").lstrip("%")
-
-
-def _kind(one: Instruction) -> str:
-    return one.opcode.removesuffix("-start")

@@ -8,9 +8,10 @@ the paths of its modules, and elsewhere the paths of the arrays tell.
 
 import dataclasses
 import itertools
+import posixpath
 import re
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -116,8 +117,8 @@ class Layers:
         place = join_paths(argument, place)
         if place in self._numbers:
             return self.marked[self._numbers[place]].label
-        parameters = [leaf.path for leaf in leaves_of(layer) if leaf.role == "parameter"]
-        label = join_paths(prefix, _common_path(map(layer_of_array, parameters)))
+        holders = [layer_of_array(x.path) for x in leaves_of(layer) if x.role == "parameter"]
+        label = join_paths(prefix, posixpath.commonpath(holders) if holders else "")
         first = self._first_places.setdefault(label, place)
         is_in_first = not first or f"{place}/".startswith(f"{first}/")
         if label == prefix or not is_in_first:
@@ -248,13 +249,6 @@ def layer_of_array(path: str) -> str:
     """
     around, _, last = path.rpartition("/")
     return join_paths(around, last.rpartition(".")[0])
-
-
-def _common_path(paths: Iterable[str]) -> str:
-    """The pieces with which all of some paths begin."""
-    columns = zip(*(path.split("/") for path in paths), strict=False)
-    common = itertools.takewhile(lambda pieces: len({*pieces}) == 1, columns)
-    return "/".join(pieces[0] for pieces in common)
 
 
 def _read_scopes(op_name: str) -> list[str]:

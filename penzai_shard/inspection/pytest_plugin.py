@@ -4,6 +4,7 @@ pytest loads plugins before any ``conftest.py``, where the platform and the devi
 chosen. So JAX, and what imports it, is imported when the fixture is called.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -19,10 +20,10 @@ _IMPROVEMENTS = "sharding_locks_improvements"
 _NAME = re.compile(r"\w[\w.,=+@\[\]() -]{0,149}(?<![ .])")
 # With these options tests are left out, and nobody can say which locks have no test.
 _PARTIAL = ("keyword", "markexpr", "deselect", "lf", "ignore", "ignore_glob", "collectonly")
-# Which test has a lock, by the path of its file, and lines for the end: of this process, or in the
-# first process of pytest-xdist of all.
+# Which test of this process has a lock, by the path of its file.
 _TESTS = pytest.StashKey[dict[str, str]]()
-_LINES = pytest.StashKey[list[str]]()
+# What a test says of itself to the end, also of pytest-xdist: its locks, and lines.
+_LOCK, _LINE = "sharding_lock", "sharding_lock_line"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Reads the settings, and begins to keep which test has which lock."""
-    config.stash[_TESTS], config.stash[_LINES] = {}, []
+    config.stash[_TESTS] = {}
     tolerance, improvements = config.getini(_TOLERANCE), config.getini(_IMPROVEMENTS)
     if not re.fullmatch(r"\d*\.?\d+", tolerance):
         raise pytest.UsageError(f"{_TOLERANCE} is {tolerance!r}. Write a fraction such as 0.05.")
@@ -51,6 +52,7 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     The step is compiled and not run. With --update-sharding-locks the lock is written instead."""
     config, test = request.config, str(request.node.nodeid)
+    properties = request.node.user_properties
 
     def assert_lock(
         name: str, step: Any, /, *args: Any, tolerance: float | None = None, **kwargs: Any
@@ -63,6 +65,7 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
         other = config.stash[_TESTS].setdefault(shown, test)
         if other != test:
             pytest.fail(f"{shown} is the lock of {other} too. Give each test a name of its own.")
+        properties.append((_LOCK, shown))
 
         # Not before: by now conftest.py has done to JAX what it does.
         from penzai_shard.errors import LockError
@@ -72,7 +75,7 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
             lock = ShardingLock.of(step, *args, **kwargs)
             if not path.exists() or path.read_text(encoding="utf-8") != lock.to_json():
                 lock.save(path)
-                config.stash[_LINES].append(f"written: {shown}")
+                properties.append((_LINE, f"written: {shown}"))
             return
         place = shlex.quote(str(config.cwd_relative_nodeid(request.node.nodeid)))
         accept = f"To accept the step as it is:\n  pytest {place} {_UPDATE}"
@@ -88,7 +91,7 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
         if problem:
             pytest.fail(f"{problem}\n{accept}")
         # Where not all is compared, a test that passes says so.
-        config.stash[_LINES].extend(f"{shown}: {note}" for note in report.notes)
+        properties.extend((_LINE, f"{shown}: {note}") for note in report.notes)
 
     return assert_lock
 
@@ -96,36 +99,24 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
 # The locks as a whole
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Takes over what a process of pytest-xdist has kept."""
-    tests, lines = getattr(node, "workeroutput", {}).get("sharding_locks", ({}, []))
-    node.config.stash[_TESTS].update(tests)
-    node.config.stash[_LINES].extend(lines)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hands over to the first process what one of pytest-xdist has kept."""
-    config = session.config
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["sharding_locks"] = config.stash[_TESTS], config.stash[_LINES]
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Says which locks were written, which were compared in part, and which have no test."""
-    lines = [*config.stash[_LINES]]
+    reports = itertools.chain.from_iterable(terminalreporter.stats.values())
+    said = [x for one in reports if getattr(one, "when", "") == "call" for x in one.user_properties]
+    lines = [line for name, line in said if name == _LINE]
     ran_all = not any(config.getoption(option, None) for option in _PARTIAL)
     if ran_all and set(terminalreporter.stats) <= {"", "passed", "warnings"}:
-        lines += [f"no test has it: rm {shlex.quote(path)}" for path in _unused(config)]
+        known = {path for name, path in said if name == _LOCK}
+        lines += [f"no test has it: rm {shlex.quote(path)}" for path in _unused(config, known)]
     if lines:
         terminalreporter.section("sharding locks")
     for line in lines:
         terminalreporter.write_line(line)
 
 
-def _unused(config: pytest.Config) -> list[str]:
+def _unused(config: pytest.Config, known: set[str]) -> list[str]:
     """The locks that no test has, in folders that pytest was called for as a whole."""
-    here, known = config.invocation_params.dir, config.stash[_TESTS]
+    here = config.invocation_params.dir
     roots = [(here / arg).resolve() for arg in config.args]
     folders = sorted({os.path.dirname(path) for path in known})
     whole = [f for f in folders if any((here / f).resolve().is_relative_to(r) for r in roots)]

@@ -120,8 +120,9 @@ SLICES = {
 
 # Topologies
 
-_NAME = re.compile(r"[A-Za-z]\w*:\d+(x\d+)*")
-_FIX = "Write for instance 'v5e:16x16', 'v5p:8x8x16' or 'cpu:512'."
+# Only TPUs have a grid.
+_NAME = re.compile(r"(?!cpu:\d+x|gpu:\d+x\d+x)[A-Za-z]\w*:\d+(x\d+)*")
+_FIX = "Write for instance 'v5e:16x16', 'v5p:8x8x16', 'cpu:512', or 'gpu:4x8' for 4 hosts."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +162,6 @@ class Topology:
                 what = f"{self.kind} has slices of {', '.join(map(_shape_text, shapes[:8]))} chips"
                 what += " and larger ones" * (len(shapes) > 8)
                 problems.add("", what, _topology_fix(self.kind, self.device_count) or _FIX)
-        elif len(self.shape) > 1 + (self.kind == "gpu"):
-            problems.add("", "only TPUs have a grid", "Write 'cpu:512', or 'gpu:4x8' for 4 hosts.")
         elif self.kind == "gpu" and not self.target_config:
             text = "pathlib.Path('h100_sxm.txtpb').read_text()"
             fix = f"Write Topology({self.name!r}, target_config={text})."
@@ -310,17 +309,15 @@ def least_time(
     6.0
     """
     used = sorted({axis for axes, bytes_ in sent.items() if bytes_ for axis in axes})
-    rates: Mapping[str, float] = {}
-    if isinstance(links, Topology):
-        rates = mesh_bandwidths(links, mesh_sizes) if used else {}
-    else:
-        rates = links or {}
-        problems = Problems("the least time needs bytes per second for each mesh axis:")
-        fix = f"Write least_time({dict.fromkeys(mesh_sizes, 25e9)})."
-        for axis in used:
-            if not rates.get(axis, 0) > 0:
-                problems.add("", f"mesh axis {axis!r} has {rates.get(axis)}", fix)
-        problems.raise_if_any(MeshError)
+    if not used:
+        return 0.0
+    rates = mesh_bandwidths(links, mesh_sizes) if isinstance(links, Topology) else links or {}
+    problems = Problems("the least time needs bytes per second for each mesh axis:")
+    fix = f"Write least_time({dict.fromkeys(mesh_sizes, 25e9)})."
+    for axis in used:
+        if not rates.get(axis, 0) > 0:
+            problems.add("", f"mesh axis {axis!r} has {rates.get(axis)}", fix)
+    problems.raise_if_any(MeshError)
 
     def busy_time(axes: tuple[str, ...]) -> float:
         """The time for what stays within some mesh axes."""
@@ -329,4 +326,4 @@ def least_time(
 
     sizes = range(1, len(used) + 1)
     sets = itertools.chain.from_iterable(itertools.combinations(used, size) for size in sizes)
-    return max(map(busy_time, sets), default=0.0)
+    return max(map(busy_time, sets))

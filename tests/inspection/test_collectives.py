@@ -66,7 +66,8 @@ def test_unknown_times_are_in_no_sum_and_are_listed():
 def test_owned_by_finds_layers_and_what_is_in_them():
     up, other, unknown = collective("block_1/mlp/up"), collective("block_11/mlp/up"), collective()
     merged = collective("block_1/attention/query", "block_1/attention/key")
-    found = report(up, merged, other, unknown, layers=("block_2/norm",))
+    owners = [x for one in (up, merged, other) for x in one.parts[0].layers]
+    found = report(up, merged, other, unknown, layers=(*owners, "block_2/norm"))
     assert found.owned_by("block_1/attention/key") == (merged,)
     assert found.owned_by("block_1") == (up, merged)
     assert found.owned_by("block_*/mlp") == found.owned_by("**/up") == (up, other)

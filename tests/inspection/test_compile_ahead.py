@@ -77,10 +77,11 @@ def test_abstract_mesh_may_have_more_devices_than_are_here(monkeypatch, tmp_path
         y = jax.lax.with_sharding_constraint(jnp.sin(x), fine)
         return step(x, w), jax.lax.with_sharding_constraint(jnp.cos(y), coarse)
 
-    compiled = pzs.compile_step(gather, x, w)
-    assert collectives_of(compiled.collectives) >= {PRODUCT, SUM}
-    assert compiled.memory.inputs == INPUTS
-    assert compiled.remat_warnings
+    there = pzs.compile_ahead(gather, x, w, topology="cpu:16").program
+    for compiled in (pzs.compile_step(gather, x, w), there):
+        assert collectives_of(compiled.collectives) >= {PRODUCT, SUM}
+        assert compiled.memory.inputs == INPUTS
+        assert compiled.remat_warnings
 
 
 def test_step_that_is_too_large_is_reported_with_what_it_needs(monkeypatch):
