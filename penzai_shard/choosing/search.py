@@ -70,12 +70,16 @@ def search(
     Price(seconds=2.1, total=2.1, memory=5.0)
     """
     exact: dict[int, Price] = {}
-    while len(exact) < 4 * most:
+    end = 4 * most
+    while len(exact) < end:
         corrected = _correct(estimates, exact, kinds)
         left = [number for number in range(len(estimates)) if number not in exact]
         best = min((p.seconds for p in exact.values() if p.memory <= limit), default=None)
-        if best is not None and (len(exact) >= 2 * most or best <= least * (1 + CERTAIN)):
-            break
+        if best is not None:
+            # However late the first that fits is found, some that may be quicker are compiled.
+            end = min(end, max(2 * most, len(exact) + max(most // 2, 1)))
+            if best <= least * (1 + CERTAIN):
+                break
         # Once there are enough, only what would be quicker counts.
         slowest = best * _QUICKER if best is not None and len(exact) >= most else math.inf
         left = [number for number in left if corrected[number].seconds < slowest]

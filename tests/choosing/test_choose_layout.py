@@ -195,7 +195,8 @@ def test_choose_layout_leaves_out_what_the_step_cannot_be_laid_out_by(fakes):
 
     fakes.estimate = estimate
     found, split = choose(), next(each for each in all_layouts() if "embedding" in each.words)
-    assert found.choices and not any("embedding" in each.candidate.words for each in found.priced)
+    assert found.choices
+    assert not any("embedding" in each.candidate.words for each in found.priced)
     assert any("1 is not 2" in note for note in found.notes)
     fakes.estimate = lambda candidate: estimate(split)
     with pytest.raises(PlanError) as caught:

@@ -72,6 +72,15 @@ def test_search_compiles_more_while_something_is_likely_quicker():
     assert 3 < len(found) <= 6
 
 
+def test_search_goes_on_after_a_first_that_fits_is_found_late():
+    # The leanest, the first of which fits, are slow; two that are quicker fit by a little.
+    prices = [make_price(float(n), 10.0) for n in range(1, 13)]
+    prices += [make_price(50.0 - 2 * n, 7.0 + n) for n in range(3)]
+    estimates = [p._replace(memory=p.memory + 3 * (p.memory < 10)) for p in prices]
+    found, _ = run(estimates, prices, limit=9.6, most=5)
+    assert best_of(found, 9.6) == make_price(46.0, 9.0)
+
+
 @pytest.mark.parametrize(("least", "count"), [(9.99, 2), (9.9, 12)])
 def test_search_ends_where_nothing_can_be_quicker(least, count):
     prices = [make_price(float(n), 1.0) for n in range(10, 40)]
