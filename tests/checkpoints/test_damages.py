@@ -78,15 +78,26 @@ def choose(rng, options):
 TEXTS = [b"", b"[" * 100_000, "{}".encode("utf-16"), b"NaN", b"null", b"[1]", b"{}", b"1" * 20_000]
 
 
+def find_files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 def rewrite_file(rng, copy, twin):
-    files = sorted(path for path in copy.rglob("*") if path.is_file())
-    file, other = choose(rng, files), choose(rng, files)
+    file = choose(rng, find_files(copy))
     content = file.read_bytes()
-    flipped = bytearray(content)
-    for place in rng.integers(len(content), size=choose(rng, [1, 4, 64]) if content else 0):
-        flipped[place] ^= int(rng.integers(1, 256))
-    others = [content[: len(content) // 2], content[:-1], content * 2, other.read_bytes()]
-    file.write_bytes(choose(rng, choose(rng, [[bytes(flipped)], others, TEXTS])))
+    others = [choose(rng, find_files(folder)).read_bytes() for folder in (copy, twin)]
+    cuts = [content[:n] for n in (0, 4, 8, 40, len(content) // 2, -1)]
+    grown = [content + more for more in (b"\0", b"\n", content, bytes(512))]
+    file.write_bytes(choose(rng, choose(rng, [cuts, grown, others, TEXTS])))
+    return file
+
+
+def change_bytes(rng, copy, twin):
+    file = choose(rng, find_files(copy))
+    changed = bytearray(file.read_bytes())
+    for place in rng.integers(len(changed), size=choose(rng, [1, 4, 64]) if changed else 0):
+        changed[place] ^= int(rng.integers(1, 256))
+    file.write_bytes(changed)
     return file
 
 
@@ -145,6 +156,13 @@ def change_field(rng, content):
     return json.loads(text.replace(name, '"other":', 1) if name else text)
 
 
+def sign(section):
+    """Gives a section the checksum that it would have been saved with."""
+    section.pop("checksum", None)
+    text = json.dumps(section, sort_keys=True)
+    section["checksum"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def change_description(rng, copy, twin):
     storage, name = open_storage(copy), choose(rng, NAMES)
     content = change_field(rng, json.loads(storage[f"{name}/zarr.json"]))
@@ -157,15 +175,14 @@ def change_metadata(rng, copy, twin):
     file = copy / METADATA
     content = json.loads(file.read_bytes())
     section = change_field(rng, content["custom_metadata"]["penzai_shard"])
-    if section.pop("checksum", None) is not None:
-        text = json.dumps(section, sort_keys=True)
-        section["checksum"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if "checksum" in section:
+        sign(section)
     content["custom_metadata"]["penzai_shard"] = section
     file.write_text(json.dumps(content))
     return file
 
 
-KINDS = [rewrite_file, rewrite_file, replace_path, take_path_of_another_checkpoint]
+KINDS = [rewrite_file, change_bytes, replace_path, take_path_of_another_checkpoint]
 KINDS += [change_chunks, change_chunks, change_description, change_metadata]
 
 

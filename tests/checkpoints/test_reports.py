@@ -177,12 +177,3 @@ def test_verify_checkpoint_and_compare_checkpoints_find_what_is_damaged(tmp_path
     # Its metadata.
     (tmp_path / "a" / "_CHECKPOINT_METADATA").write_text("{}")
     assert {*states_of(path).values()} == {"unreadable"}
-
-
-def test_restore_params_logs_what_it_cost(saved, caplog):
-    caplog.set_level("INFO", "penzai_shard")
-    pzs.restore_params(saved, MLP, WIDE, RULES)
-    size = sum(row["size"] for row in rows_of(describe_checkpoint(saved)).values())
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert f"restored {size} B" in text
-    assert f"read {size} B" in text

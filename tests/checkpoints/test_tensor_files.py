@@ -5,7 +5,6 @@ Numbers are changed where there are checksums only. ``DAMAGES=100 pytest`` draws
 """
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -31,7 +30,14 @@ from tests.checkpoints.safetensors_files import (
     write_parts,
     write_tensors,
 )
-from tests.checkpoints.test_damages import TEXTS, change_field, choose, draw_verdicts
+from tests.checkpoints.test_damages import (
+    change_field,
+    choose,
+    draw_verdicts,
+    replace_path,
+    rewrite_file,
+    sign,
+)
 from tests.refusals import refused
 
 COUNT = int(os.environ.get("DAMAGES", "45"))
@@ -178,26 +184,6 @@ def choose_tensor(rng, header):
     return choose(rng, [name for name in header if name != "__metadata__"])
 
 
-def rewrite_file(rng, copy, twin):
-    file = choose(rng, sorted(copy.iterdir()))
-    content = file.read_bytes()
-    others = [choose(rng, sorted(folder.iterdir())).read_bytes() for folder in (copy, twin)]
-    cuts = [content[:n] for n in (0, 4, 8, 40, len(content) // 2, -1)]
-    grown = [content + more for more in (b"\0", b"\n", content, bytes(512))]
-    file.write_bytes(choose(rng, choose(rng, [cuts, grown, others, TEXTS])))
-    return file
-
-
-def replace_file(rng, copy, twin):
-    """By nothing, or by what is no file; some of it would never end if it were read."""
-    file = choose(rng, sorted(copy.iterdir()))
-    file.unlink()
-    make = choose(rng, [None, os.mkfifo, os.mkdir, "nowhere", "/dev/zero", "."])
-    if make is not None:
-        file.symlink_to(make) if isinstance(make, str) else make(file)
-    return file
-
-
 def change_bytes_of_header(rng, copy, twin):
     """Its length, or a bit of it."""
     file, *_ = choose_file(rng, copy)
@@ -272,9 +258,7 @@ def change_texts(rng, copy, twin):
     texts = read_file(files[0])[0]["__metadata__"]
     section = change_field(rng, json.loads(texts["penzai_shard"]))
     if rng.integers(2) and isinstance(section, dict):
-        section.pop("checksum", None)
-        text = json.dumps(section, sort_keys=True)
-        section["checksum"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        sign(section)
     texts["penzai_shard"] = choose(rng, ["", "null", "[1]", *[json.dumps(section)] * 4])
     unmarked = {key.replace("shard", "shord"): text for key, text in texts.items()}
     for file in choose(rng, [files, files[:1]]):
@@ -300,7 +284,7 @@ def exchange_tensors(rng, copy, twin):
     return "up.weight"
 
 
-KINDS = [rewrite_file, replace_file, change_bytes_of_header, change_entry, change_header]
+KINDS = [rewrite_file, replace_path, change_bytes_of_header, change_entry, change_header]
 KINDS += [change_bytes_of_header, change_entry, change_header, change_index]
 KINDS_OF_OURS = [change_texts, change_texts, change_numbers, change_numbers, exchange_tensors]
 

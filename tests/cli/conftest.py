@@ -9,10 +9,16 @@ from penzai_shard.cli.main import main
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Calls the command: its status, what it prints, and its errors."""
+def run(tmp_path, monkeypatch, capsys, request):
+    """Calls the command: its status, what it prints, and its errors.
+
+    The folder has the ``FILES`` of the test's module.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "model", raising=False)
     monkeypatch.chdir(tmp_path)
+    for name, text in getattr(request.module, "FILES", {}).items():
+        (tmp_path / name).write_text(text)
     inputs.read_object.cache_clear()
     inputs._import_file.cache_clear()
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-MODEL = """
+FILES = {
+    "model.py": """
 import jax
 import penzai_shard as pzs
 from penzai import pz
@@ -19,12 +20,8 @@ def build():
 def batch():
     return pz.nx.ones({"batch": 6, "features": 8})
 """
+}
 MISSPELT = "model.py:build --mesh data=4 --rules feature=data"
-
-
-@pytest.fixture(autouse=True)
-def _file(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +41,3 @@ def test_findings_are_printed_and_are_the_exit_status(run, call, status, answer)
 def test_findings_are_json(run):
     code, out, _ = run("lint", *MISSPELT.split(), "--json")
     assert (code, json.loads(out)["rows"][0]["kind"]) == (1, "unused")
-
-
-def test_what_cannot_be_read_is_one_line(run):
-    code, _, error = run("lint", "model.py:built", "--mesh", "data=4")
-    assert code == 2
-    assert "model.py:build" in error
-    assert "Traceback" not in error

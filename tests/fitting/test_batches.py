@@ -22,7 +22,7 @@ def _no_thread_is_left():
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_fit_draws_no_more_batches_ahead_than_it_may(prefetch):
+def test_fit_draws_no_more_batches_ahead_than_it_may_and_no_more_than_steps(prefetch):
     drawn = []
 
     def batches():
@@ -77,12 +77,6 @@ def test_fit_raises_what_the_iterator_raises(tmp_path):
     assert [frame.name for frame in traceback.extract_tb(caught.tb)][-1] == "batches"
     assert caught.value.__notes__ == ["fit was drawing the batch of step 4"]
     assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 3
-
-
-def test_fit_draws_no_more_batches_than_steps():
-    batches = draw()
-    train(batches, steps=4, prefetch=3)
-    np.testing.assert_array_equal(next(batches)["x"].data_array, make_batch(4)["x"].data_array)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,26 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_fit_finishes_the_step_and_saves_on_ctrl_c(tmp_path):
-    with pytest.raises(KeyboardInterrupt, match="stopped after step 4 by Ctrl-C") as caught:
-        train_and_act(interrupt, checkpoint=tmp_path)
-    assert type(caught.value) is KeyboardInterrupt
-    # Step 4 was with the devices when the callback of step 3 was called.
-    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
-    assert train(checkpoint=tmp_path)[1] == losses_by_hand()[4:]
+# What happens in the callback of which step, what fit raises, and the last step, which is saved but
+# after a second Ctrl-C. Step 4 is with the devices when the callback of step 3 is called.
+@pytest.mark.parametrize(
+    ("acts", "at", "error", "message", "step"),
+    [
+        ([interrupt], 3, KeyboardInterrupt, "stopped after step 4 by Ctrl-C", 4),
+        ([interrupt], 9, KeyboardInterrupt, "stopped after step 9 by Ctrl-C", 9),
+        ([interrupt, interrupt], 3, KeyboardInterrupt, None, 4),
+        ([terminate, terminate], 3, SystemExit, "143", 4),
+    ],
+)
+def test_fit_finishes_the_step_and_saves_on_a_signal(acts, at, error, message, step, tmp_path):
+    with pytest.raises(error, match=message) as caught:
+        train_and_act(lambda: [act() for act in acts], at=at, checkpoint=tmp_path)
+    assert type(caught.value) is error
+    assert int(caught.value.state.step) == step
+    is_saved = acts != [interrupt, interrupt]
+    assert CheckpointManager(tmp_path).steps() == [step] * is_saved
+    if is_saved:
+        assert train(checkpoint=tmp_path)[1] == losses_by_hand()[step:]
 
 
 @pytest.mark.parametrize("act", [interrupt, terminate])
@@ -56,28 +69,6 @@ def test_fit_returns_the_state_if_told_so(act, capsys):
     state, losses = train_and_act(act, on_stop="return", progress=True)
     assert int(state.step) == len(losses) == 4
     assert "stopped after step 4 by" in capsys.readouterr().err
-
-
-def test_fit_ends_at_once_on_a_second_ctrl_c(tmp_path):
-    def act():
-        interrupt()
-        interrupt()
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train_and_act(act, checkpoint=tmp_path)
-    assert int(caught.value.state.step) == 4
-    assert CheckpointManager(tmp_path).steps() == []
-
-
-def test_fit_takes_a_repeated_sigterm_as_one(tmp_path):
-    def act():
-        terminate()
-        terminate()
-
-    with pytest.raises(SystemExit) as caught:
-        train_and_act(act, checkpoint=tmp_path)
-    assert caught.value.code == 143
-    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
 
 
 def test_fit_stops_at_an_event_in_any_thread(tmp_path):
@@ -96,12 +87,6 @@ def test_fit_stops_at_an_event_in_any_thread(tmp_path):
     assert int(states[0].step) == CheckpointManager(tmp_path).latest == 4
     # Signals reach the main thread alone.
     assert handlers == [signal.getsignal(signal.SIGINT)]
-
-
-def test_fit_does_not_swallow_ctrl_c_during_the_last_step(tmp_path):
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train_and_act(interrupt, at=9, checkpoint=tmp_path)
-    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 9
 
 
 def test_fit_does_not_wait_for_a_batch_that_does_not_come():

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
+from tests.checkpoints.trees import numbers
 from tests.models import LinenBlock, NnxBlock, counted_mlp, hax, llama, nnx_block, penzai_mlp
 from tests.refusals import problems_of
 
@@ -24,11 +25,6 @@ RULES = {"features": "data", "embed": "data", "mlp": "model"}
 RELAXED = {"on_unnamed": "replicate", "on_indivisible": "replicate"}
 KEY = jax.random.key(0)
 TABLE = np.arange(4096, dtype=np.float32).reshape(64, 64)
-
-
-def bits(array):
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
 def arrays_of(tree):
@@ -71,7 +67,7 @@ def test_sharded_init_values_and_layouts(name):
         # One bit of the largest: a small number may be the difference of two larger ones.
         is_float = ours.dtype == jnp.float32
         bit = np.abs(theirs).max(initial=0) * np.finfo(np.float32).eps if is_float else 0
-        np.testing.assert_allclose(bits(ours), bits(theirs), rtol=0, atol=bit)
+        np.testing.assert_allclose(numbers(ours), numbers(theirs), rtol=0, atol=bit)
 
     # A plan for shapes, on an Explicit mesh, says the same and is carried out.
     abstract = pzs.abstract_model(initializer, *args, **named)
@@ -86,7 +82,7 @@ def test_sharded_init_values_and_layouts(name):
     for mesh in OTHER_MESHES if name in ("penzai", "plain") else ():
         other = pzs.sharded_init(initializer, *args, mesh=mesh, rules=RULES, **RELAXED, **named)
         for a, b in zip(arrays_of(made), arrays_of(other), strict=True):
-            np.testing.assert_array_equal(bits(a), bits(b))
+            np.testing.assert_array_equal(numbers(a), numbers(b))
 
 
 def test_sharded_init_leaves_arguments_alone():
@@ -112,7 +108,7 @@ def test_sharded_init_inside_a_mesh(name, mesh):
         assert pzs.abstract_model(lambda x: x * 2, table).shape == double.shape
     np.testing.assert_array_equal(double, TABLE * 2)
     for ours, theirs in zip(arrays_of(made), arrays_of(expected), strict=True):
-        np.testing.assert_array_equal(bits(ours), bits(theirs))
+        np.testing.assert_array_equal(numbers(ours), numbers(theirs))
         assert ours.sharding == theirs.sharding
 
 

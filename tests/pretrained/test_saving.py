@@ -146,7 +146,8 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, stopped_
 
     monkeypatch.setattr(Replacement, "commit", commit)
     expected = CheckpointWriteError if isinstance(stopped_by, OSError) else KeyboardInterrupt
-    refused(expected, save, folder, {"w": jnp.zeros(3)}, overwrite=True)
+    with pytest.raises(expected):
+        save(folder, {"w": jnp.zeros(3)}, overwrite=True)
     monkeypatch.undo()
     assert [*tmp_path.iterdir()] == [folder]
     assert params(load(folder, into=blank(OWN))) == params(OWN)

@@ -27,6 +27,7 @@ from penzai_shard.jax_internals import messages
 from penzai_shard.processes import agreement
 from penzai_shard.processes.arrays import put
 from penzai_shard.processes.job import several_processes
+from tests.checkpoints.trees import structs_of
 from tests.processes.launching import run_processes
 from tests.refusals import problem_paths, refused
 
@@ -178,6 +179,53 @@ def claim_put_takes_typed_keys(me):
 def claim_put_refuses_other_shapes(me):
     call = put, [np.ones(2), np.ones(2 + me)], [layout()] * 2
     assert problem_paths(ShardingError, *call, paths=["b", "w"]) == ["w"]
+
+
+# Claims about checkpoints
+
+NUMBERS = np.random.default_rng(0).normal(size=(16, 24)).astype("float32")
+
+
+def column_layout():
+    """Each process has every second column."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, ("model", "data"))
+    return NamedSharding(mesh, jax.P(None, ("model", "data")))
+
+
+def claim_both_restore_what_both_saved_in_any_layout(me, folder):
+    # What processes read overlaps.
+    layouts = [layout(), layout("model", "data"), column_layout()]
+    whole = {"w": NUMBERS, "keys": jax.random.split(jax.random.key(3), 8)}
+    local = {"key": jax.random.key(1), "numpy": np.arange(3)}
+    for number, one in enumerate(layouts):
+        rows = NamedSharding(one.mesh, jax.P("data"))
+        spread = dict(zip(whole, put([*whole.values()], [one, rows]), strict=True))
+        path = pzs.save_params(folder / "layouts" / str(number), spread | local)
+        # Each layout is once the second, once the third.
+        for other in (layouts * 2)[number + 1 : number + 3]:
+            structs = structs_of(local) | structs_of({"w": NUMBERS}, other)
+            structs |= {"keys": structs_of(whole, rows)["keys"]}
+            for restored in (pzs.restore_params(path, structs), pzs.move(spread | local, structs)):
+                keys = jax.random.key_data(restored["keys"]), jax.random.key_data(whole["keys"])
+                check_parts(restored["w"], NUMBERS, other)
+                check_parts(keys[0], np.asarray(keys[1]), rows)
+                assert restored["key"] == local["key"]
+                assert restored["numpy"].tolist() == [0, 1, 2]
+
+
+def claim_saves_and_restores_that_differ_are_refused(me, folder):
+    path, deleted = folder / "layouts" / "4", {"w": jnp.ones(2), "v": jnp.ones(2)}
+    if me == 1:
+        deleted["v"].delete()
+    different = {"w": NUMBERS + me, "v": NUMBERS}
+    assert problem_paths(ShardingError, pzs.save_params, path, different) == ["w"]
+    assert problem_paths(ShardingError, pzs.save_params, path, deleted) == ["v"]
+    assert sorted(x.name for x in path.parent.iterdir()) == ["0", "1", "2"]
+    path = str(path.with_name("0"))
+    call = pzs.save_params, path, {"w": NUMBERS}
+    assert problem_paths(pzs.CheckpointWriteError, *call) == [path]
+    call = pzs.restore_params, path, structs_of({"w": NUMBERS}, (layout(), column_layout())[me])
+    assert problem_paths(ShardingError, *call, allow="extra") == ["w"]
 
 
 # Claims about training and its checkpoints
