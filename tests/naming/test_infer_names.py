@@ -153,36 +153,34 @@ def test_infer_names_takes_an_override_of_the_parts_of_a_product():
     assert found["0.o"][0] == "people*projection"
 
 
-@pytest.mark.parametrize(
-    ("error", "overrides", "path", "fix"),
-    [
-        (pzs.SelectionError, {"haed": ("a", "b")}, "haed", "'head'"),
-        (pzs.SelectionError, {"embed": ("a",)}, "embed", "'embed': ('a', None)"),
-        (pzs.RuleTypeError, {"embed": "ab"}, "embed", "('ab',)"),
-        (pzs.RuleTypeError, {"embed": ("v", "a"), "head": ("b", None)}, "head", "one name"),
-        (pzs.RuleTypeError, {"0.q": (None, "inner")}, "0.q", "'axis_1*axis_2'"),
-    ],
-)
-def test_infer_names_refuses_an_override_that_does_not_fit(error, overrides, path, fix):
-    (problem,) = problems_of(error, infer, overrides=overrides)
-    assert problem.path == path
-    assert fix in problem.fix
-
-
 # Arguments
 
+# Of one axis, which is the width of both.
+TWO_NAMES = {"embed": ("v", "a"), "head": ("b", None)}
+LINEAR = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+
 
 @pytest.mark.parametrize(
-    ("input_names", "path"),
+    ("error", "options", "path", "fix"),
     [
-        ([("batch",)], "inputs[0]"),
-        ([("batch", "seq")] * 2, "input_names"),
-        ("batch", "input_names"),
+        (pzs.SelectionError, {"overrides": {"haed": ("a", "b")}}, "haed", "'head'"),
+        (pzs.SelectionError, {"overrides": {"embed": ("a",)}}, "embed", "'embed': ('a', None)"),
+        (pzs.RuleTypeError, {"overrides": {"embed": "ab"}}, "embed", "('ab',)"),
+        (pzs.RuleTypeError, {"overrides": TWO_NAMES}, "head", "one name"),
+        (pzs.RuleTypeError, {"overrides": {"0.q": (None, "inner")}}, "0.q", "'axis_1*axis_2'"),
+        (pzs.RuleTypeError, {"input_names": [("batch",)]}, "inputs[0]", ""),
+        (pzs.RuleTypeError, {"input_names": [("batch", "seq")] * 2}, "input_names", ""),
+        (pzs.RuleTypeError, {"input_names": "batch"}, "input_names", ""),
+        (pzs.RuleTypeError, {"function": eqx.nn.Linear}, "function", ""),
+        (pzs.RuleTypeError, {"function": LINEAR}, "function", ""),
+        (pzs.RuleTypeError, {"function": {}}, "function", ""),
+        (pzs.RuleTypeError, {"function": lambda w: w}, "function", ""),
     ],
 )
-def test_infer_names_refuses_names_of_inputs_that_do_not_fit(input_names, path):
-    (problem,) = problems_of(pzs.RuleTypeError, infer, input_names=input_names)
+def test_infer_names_refuses_what_does_not_fit(error, options, path, fix):
+    (problem,) = problems_of(error, infer, **options)
     assert problem.path == path
+    assert fix in problem.fix
 
 
 def test_infer_names_does_not_take_floats_for_tokens():
@@ -191,14 +189,6 @@ def test_infer_names_does_not_take_floats_for_tokens():
     given = ast.literal_eval(problem.fix.partition("=")[2].removesuffix("."))
     found = infer(lambda w, x: x @ w["w"], weights, x, input_names=given)
     assert found["w"] == (None, None)
-
-
-@pytest.mark.parametrize(
-    "function", [eqx.nn.Linear, eqx.nn.Linear(2, 2, key=jax.random.key(0)), {}, lambda w: w]
-)
-def test_infer_names_refuses_what_is_no_function_of_weights(function):
-    (problem,) = problems_of(pzs.RuleTypeError, infer, function)
-    assert problem.path == "function"
 
 
 def test_infer_names_keeps_the_names_that_arrays_have():

@@ -1,0 +1,34 @@
+"""A mistake in a call: exit status 2, and an error without a traceback that says what to write."""
+
+import pytest
+
+from tests.cli import test_choose, test_price
+
+FILES = test_choose.FILES | test_price.FILES
+CHOOSE = test_choose.CALL
+
+
+@pytest.mark.parametrize(
+    ("call", "fix"),
+    [
+        ("plan model.py:biuld --mesh data=4", "model.py:build"),
+        ("plan modle.py:build --mesh data=4", "path of a file"),
+        ("plan model.py:build --mesh 4x2", "--mesh data=4,model=2"),
+        ("plan model.py:build --mesh data=4 --rules embed", "--rules embedding=data"),
+        ("plan model.py:build --mesh data=4 --rules embedding=dta", "Write 'data'"),
+        ("plan model.py --mesh data=4", "model.py:build"),
+        ("plan llama-3-7b --mesh data=4", "Write 'llama-3-70b'; published are gemma-2-9b, "),
+        ("lint model.py:built --mesh data=4", "model.py:build"),
+        (f"{CHOOSE} --devices v5f:4", "'v5e:32'"),
+        (f"{CHOOSE} --optimizer adamww", "adamw"),
+        (f"{CHOOSE} --keep nurons=", "neurons"),
+        ("price job.py:number", "compile_step("),
+        ("price job.py:bild", "job.py:build"),
+        ("bill absent.json absent.json", "price --json"),
+    ],
+)
+def test_mistake_says_what_to_write(run, call, fix):
+    status, out, error = run(*call.split())
+    assert (status, out) == (2, "")
+    assert fix in error
+    assert "Traceback" not in error
