@@ -22,10 +22,9 @@ from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.pure_call import PureCall, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import auto_context
-from penzai_shard.paths import join_paths, path_text
 from penzai_shard.planning.plan import LeafPlan
-from penzai_shard.readers.reader import is_node
 from penzai_shard.surgery.inserted import CONSTRAINTS
+from penzai_shard.surgery.rewriting import Finder, Keys, Rewriter, keys_text
 
 _PASSED_BY = (*CONSTRAINTS, ConstrainActivations, GatherParameters)
 
@@ -96,22 +95,17 @@ class Walk:
 
     def follow(self, model: Any, batch: Any) -> Iterator[Finding]:
         """Traces the call of a model, and gives what its layers fail with."""
-        error = trace_call(self._mark(model, ""), batch)
+
+        def mark(layer: Any, keys: Keys) -> tuple[Any, ...]:
+            return (Mark(layer, keys_text(keys), self),)
+
+        layers = Finder(lambda node, keys, state: is_layer(node))
+        marked = Rewriter(layers, mark, order="inner first", by_node=False).run(model)
+        error = trace_call(marked, batch)
         if error is not None and not self._has_ended:
             self._failures.append((None, error))
         for call, error in self._failures:
             yield from _read_failure(call, error, batch)
-
-    def _mark(self, node: Any, place: str) -> Any:
-        """A model, or a part of it, whose layers are marked."""
-        if is_node(node) or jax.tree_util.all_leaves([node]):
-            return node
-        keyed, definition = jax.tree_util.tree_flatten_with_path(
-            node, is_leaf=lambda child: child is not node
-        )
-        parts = [self._mark(part, join_paths(place, path_text(keys))) for keys, part in keyed]
-        copy: Any = jax.tree_util.tree_unflatten(definition, parts)
-        return Mark(copy, place, self) if is_layer(node) else copy
 
     def call_layer(
         self, place: str, layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -17,17 +17,13 @@ from typing import TYPE_CHECKING
 
 from penzai_shard.errors import Problems, ProgramError
 from penzai_shard.inspection.device_groups import mesh_axes, read_groups
-from penzai_shard.inspection.hlo import CALLS, Array, Instruction, Place, Program
+from penzai_shard.inspection.hlo import CALLS, COLLECTIVES, Array, Instruction, Place, Program
 from penzai_shard.programs import LOSS, OPTIMIZER
 
 if TYPE_CHECKING:
     from penzai_shard.inspection.lowering import LoweredStep
     from penzai_shard.inspection.step_arrays import StepArray
 
-_COLLECTIVES = """
-    all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all
-    reduce-scatter"""
-_KINDS = frozenset(_COLLECTIVES.split())
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 _BY_NAME = ("/psum", "/psum_invariant")
 # Earliest first; a step may have operations of which none is known.
@@ -44,7 +40,7 @@ _ARITHMETIC = """
     or power rsqrt select sign sqrt subtract tanh"""
 _ELEMENTS_STAY = "bitcast convert copy reshape transpose"
 # Behind these an array is the same array, or a part of it.
-_SAME_ARRAY = _STRUCTURE | _KINDS | frozenset(_MOVES.split())
+_SAME_ARRAY = _STRUCTURE | COLLECTIVES | frozenset(_MOVES.split())
 # What an optimizer does element by element. A norm of all gradients is not in it, nor what is
 # multiplied by one: that is a number, and comes through a broadcast.
 _SAME_PARAMETER = _SAME_ARRAY | frozenset(_ARITHMETIC.split())
@@ -169,7 +165,7 @@ def _collective_instructions(program: Program) -> Iterator[Instruction]:
         targets = [user.attribute("custom_call_target") for user in users]
         return f'"AsyncCollective{end}"' in targets
 
-    every = (one for one in program if one.kind in _KINDS)
+    every = (one for one in program if one.kind in COLLECTIVES)
     found = [one for one in every if not one.opcode.endswith("-done")]
     started = {chain(one) for one in found if is_written(one, "Start")}
     for one in found:
@@ -242,7 +238,8 @@ class _Attribution:
         layers, phase = self._layers(own), _only_value(map(self._step.layers.phase, own))
         near = () if layers and len(own) == 1 else self._near_names(start, is_sum)
         phases = [*map(self._step.layers.phase, near)]
-        phase = phase or (_only_value(phases) if is_sum else _first(phases))
+        earliest = min(phases, key=_PHASES.index, default=None)
+        phase = phase or (_only_value(phases) if is_sum else earliest)
         if all(map(self._step.layers.owner, near)):
             layers = layers or self._layers(near)
         layers = layers or holders or self._layers_computed_with(start, is_sum)
@@ -374,10 +371,6 @@ def _only_value(values: Iterable[str | None]) -> str | None:
     """What all say; None if they differ."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
-
-
-def _first(phases: Iterable[str | None]) -> str | None:
-    return min(phases, key=_PHASES.index, default=None)
 
 
 @functools.lru_cache(maxsize=1 << 16)

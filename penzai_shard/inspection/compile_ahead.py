@@ -35,12 +35,12 @@ _COMPILERS = {
         "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax",
     ),
 }
-# By platform what is as in a run on these devices, and what is an estimate, besides what is in
-# memory at the moment of most.
+_PEAK = "what is in memory at the moment of most"
+# By platform what is as in a run on these devices, and what is an estimate.
 _EXACT_AND_ESTIMATED = {
-    "cpu": ("memory and collectives on as many CPU devices", "all of it for GPUs and TPUs"),
-    "tpu": ("memory and collectives", ""),
-    "cuda": ("collectives", "memory, as kernels are chosen by their time on a GPU"),
+    "cpu": ("memory and collectives on as many CPU devices", f"all for GPUs and TPUs; {_PEAK}"),
+    "tpu": ("memory and collectives", _PEAK),
+    "cuda": ("collectives", f"memory, as kernels are chosen by their time on a GPU; {_PEAK}"),
 }
 
 
@@ -55,6 +55,8 @@ class AheadReport(HasReport):
         memory: What the step needs of each device. Of a step that is too large the compiler only
             says the total; what does not come in is then in ``temporaries``.
         program: The compiled step; None of one that is too large.
+        exact: What is as in a run on these devices, with these versions of JAX and the compiler.
+        estimated: What is an estimate.
     """
 
     topology: Topology
@@ -62,6 +64,8 @@ class AheadReport(HasReport):
     compiler: str
     memory: MemoryReport
     program: CompiledStep | None
+    exact: str = ""
+    estimated: str = ""
 
     @property
     def collectives(self) -> CollectiveReport | None:
@@ -72,21 +76,6 @@ class AheadReport(HasReport):
     def fits(self) -> bool | None:
         """Whether the step fits into the memory of the devices; None if that is not known."""
         return self.memory.fits
-
-    @property
-    def exact(self) -> str:
-        """What is as in a run on these devices, with these versions of JAX and the compiler."""
-        if self.program is None:
-            return "the size of what comes in"
-        return _EXACT_AND_ESTIMATED[self.topology.platform][0]
-
-    @property
-    def estimated(self) -> str:
-        """What is an estimate."""
-        if self.program is None:
-            return "the total, which the compiler rounds, and so the temporaries"
-        estimated = _EXACT_AND_ESTIMATED[self.topology.platform][1]
-        return "; ".join(filter(None, [estimated, "what is in memory at the moment of most"]))
 
     def report(self) -> Report:
         """What each layer holds and sends; of a step that is too large, what it would hold."""
@@ -156,10 +145,13 @@ def compile_ahead(step: Any, /, *args: Any, topology: str | Topology, **kwargs: 
         answer = compile_in_process(bytecode, lowered.mesh, topology, options)
     except TooLargeError as error:
         memory = _memory_of_too_large(lowered, error)
-        return AheadReport(topology, error.device_kind, compiler, memory, None)
+        estimated = "the total, which the compiler rounds, and so the temporaries"
+        known = "the size of what comes in", estimated
+        return AheadReport(topology, error.device_kind, compiler, memory, None, *known)
     kind, limit = answer.device_kind, topology.memory_limit
     program = make_compiled_step(lowered, answer.compiled, kind, limit, answer.log, topology)
-    return AheadReport(topology, kind, compiler, program.memory, program)
+    known = _EXACT_AND_ESTIMATED[topology.platform]
+    return AheadReport(topology, kind, compiler, program.memory, program, *known)
 
 
 def _find_compiler(topology: Topology) -> str:

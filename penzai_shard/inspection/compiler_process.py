@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -191,21 +190,6 @@ def _find_devices(topology: Topology) -> list[Any]:
     return list(get_topology_desc(name, topology.platform, **options).devices)
 
 
-def _answer(
-    bytecode: bytes, sizes: Mapping[str, int], topology: Topology, options: bytes | None
-) -> Answer | _Failure:
-    kind = ""
-    try:
-        devices = _find_devices(topology)
-        kind = devices[0].device_kind
-        # In the order in which a mesh of all of them has them in a real run.
-        mesh = jax.make_mesh((*sizes.values(),), (*sizes,), devices=devices) if sizes else None
-        devices = devices[:1] if mesh is None else [*mesh.devices.flat]
-        return Answer(compile_bytecode(bytecode, devices, options), kind, "")
-    except Exception as error:
-        return _Failure(f"{type(error).__name__}: {error}", kind)
-
-
 def _end_with(parent: int) -> None:
     # Nobody waits for the answer of a process whose parent has ended.
     while os.getppid() == parent:
@@ -218,7 +202,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     # What compilers print is no part of the answer.
     os.dup2(2, 1)
-    parent, *request = pickle.load(sys.stdin.buffer)
+    parent, bytecode, sizes, topology, options = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    pickle.dump(_answer(*request), answers)
+    kind = ""
+    try:
+        devices = _find_devices(topology)
+        kind = devices[0].device_kind
+        # In the order in which a mesh of all of them has them in a real run.
+        mesh = jax.make_mesh((*sizes.values(),), (*sizes,), devices=devices) if sizes else None
+        devices = devices[:1] if mesh is None else [*mesh.devices.flat]
+        answer: Any = Answer(compile_bytecode(bytecode, devices, options), kind, "")
+    except Exception as error:
+        answer = _Failure(f"{type(error).__name__}: {error}", kind)
+    pickle.dump(answer, answers)
     answers.close()

@@ -117,10 +117,9 @@ class CompiledStep(HasReport):
             verdict += f", {at_least}{in_all} sent by each device in a step"
         notes = [*self.step.notes]
         for path, before, after in self.recompilation[:1]:
-            others = len(self.recompilation) - 1
             notes.append(
-                f"step 2 compiles again: step 1 gets {path} as {before}, and returns {after}"
-                + f"; {others} more arrays change, see .recompilation" * bool(others)
+                f"step 2 compiles again: step 1 gets {path} as {before}, and returns {after}; all "
+                "such arrays are in .recompilation"
             )
         facts = {"device_kind": self.device_kind, "mesh": dict(mesh.shape) if mesh else None}
         return Report("Compiled step", verdict, columns, rows, notes, self.memory.fits, facts)

@@ -30,10 +30,12 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 # They run a computation once.
 CALLS = frozenset({"fusion", "call", "async-start"})
-# With several operands they give an array for each, in the order of the operands.
-_ONE_BY_ONE = frozenset(
-    {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
-)
+_COLLECTIVES = """
+    all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all
+    reduce-scatter"""
+# With several operands they give an array for each, in the order of the operands; a ragged one
+# gives one for the first.
+COLLECTIVES = frozenset(_COLLECTIVES.split())
 # What these give has the structure of their only operand.
 _SAME_STRUCTURE = frozenset({"async-update", "optimization-barrier"})
 # The others among their operands say where something is, or fill up.
@@ -232,7 +234,7 @@ class Program:
 
     def result(self, one: Instruction, position: int) -> Place:
         """What a collective gives for an operand."""
-        index = position if len(one.operands) > 1 and one.kind in _ONE_BY_ONE else 0
+        index = position if len(one.operands) > 1 and one.kind in COLLECTIVES else 0
         return Place(one, self.given_back(one) + index)
 
     def given_back(self, one: Instruction) -> int:
@@ -270,7 +272,7 @@ class Program:
             yield Place(operands[0], number)
         elif one.opcode.endswith("-done"):
             yield Place(operands[0], self.given_back(operands[0]) + number)
-        elif len(operands) > 1 and one.kind in _ONE_BY_ONE:
+        elif len(operands) > 1 and one.kind in COLLECTIVES:
             yield Place(operands[number % len(operands)])
         else:
             yield from taken[: _OPERANDS_THAT_STAY.get(one.opcode)]
@@ -330,8 +332,10 @@ class Program:
             is_upper_bound = False
             for caller in self.callers.get(name, ()):
                 times, is_less = read(caller.computation)
-                turns = self._turns_of(caller, name)
                 is_upper_bound |= is_less or caller.opcode == "conditional"
+                turns = 1 if caller.opcode in (*CALLS, "conditional") else None
+                if caller.opcode == "while" and (turns := self.turns(caller)) is not None:
+                    turns += name == _loop(caller, "condition")
                 if total is None or times is None or turns is None:
                     total = None
                 else:
@@ -342,14 +346,6 @@ class Program:
         for name in self.computations:
             read(name)
         return found
-
-    def _turns_of(self, caller: Instruction, name: str) -> int | None:
-        """How often an instruction runs a computation each time."""
-        if caller.opcode == "while":
-            turns = self.turns(caller)
-            is_condition = _loop(caller, "condition") == name
-            return None if turns is None else turns + is_condition
-        return 1 if caller.opcode in (*CALLS, "conditional") else None
 
     def turns(self, loop: Instruction) -> int | None:
         """How often the body of a ``while`` runs; None if that is not certain.

@@ -56,7 +56,7 @@ def test_simulated_devices_give_what_those_here_give():
     assert there.collectives.to_data() == here.collectives.to_data()
     assert there.program.figures == here.figures
     assert (there.fits, there.device_kind) == (None, "cpu")
-    assert "estimated: all of it for GPUs and TPUs" in str(there)
+    assert "estimated: all for GPUs and TPUs" in str(there)
 
 
 def test_abstract_mesh_may_have_more_devices_than_are_here(monkeypatch, tmp_path):
