@@ -130,7 +130,7 @@ def trace_call(
         problems.add("function", "returns no arrays, so nothing in it counts", fix, "no arrays")
         problems.raise_if_any(RuleTypeError)
     lowered = traced.lower(lowering_platforms=("cpu",))
-    program = propagate_lowered(lowered, origins=False, edges=False)
+    program = propagate_lowered(lowered, notes=False)
     return _read_call(program, [leaves for leaves, _ in trees], names)
 
 

@@ -29,7 +29,7 @@ import jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from penzai_shard.propagation.passes import LAID_OUT, mesh_axes, propagate
+from penzai_shard.propagation.passes import check, mesh_axes, propagate
 from penzai_shard.propagation.xla_form import (
     ORDER,
     Mlir,
@@ -46,6 +46,9 @@ BARRIER = "stablehlo.optimization_barrier"
 
 # One tuple of mesh axes per dimension; parts of a mesh axis are written as "data:(1)2".
 Spec = tuple[tuple[str, ...], ...]
+
+ENDS = "arg_attrs", "res_attrs"
+"""Where a program keeps the attributes of its arguments, and of its results."""
 
 # Steps of edges at the program's results: before and after all others.
 _FIRST, _LAST = -1, 1 << 62
@@ -153,31 +156,29 @@ class Propagated:
 
     Attributes:
         arguments: The values that are the program's arguments, in its order.
-        laid_out: Those of them that had a layout before.
         results: The values that are its results, in its order.
         mesh: The size of each mesh axis.
+        laid_out: The arguments that had a layout before.
     """
 
     values: list[Value]
     operations: list[Operation]
     arguments: list[int]
-    laid_out: frozenset[int]
     results: list[int]
     mesh: dict[str, int]
+    laid_out: frozenset[int] = frozenset()
 
 
-def propagate_lowered(
-    lowered: jax.stages.Lowered, *, origins: bool = True, edges: bool = True
-) -> Propagated:
+def propagate_lowered(lowered: jax.stages.Lowered, *, notes: bool = True) -> Propagated:
     """Propagates the layouts of a lowered program as XLA will, without any device.
 
     Args:
         lowered: What ``jax.jit(f).lower(...)`` returns; it is left as it is.
-        origins: Whether values say what each of their mesh axes came from at first.
-        edges: Whether operations say which mesh axes went from where to where.
+        notes: Whether values say what each of their mesh axes came from at first, and operations
+            which mesh axes went from where to where.
 
     Raises:
-        PropagationError: See ``passes.propagate``.
+        PropagationError: See ``passes.check`` and ``passes.propagate``.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
     >>> rows = jax.NamedSharding(mesh, jax.P("data"))
@@ -191,8 +192,13 @@ def propagate_lowered(
     with module.context:
         copied = module.operation.clone().operation
         to_xla_form(copied)
-        propagate(copied, origins=origins, edges=edges)
-        return read(copied)
+        check(copied)
+        given, _ = read_ends(main_block(copied))
+        propagate(copied, notes=notes)
+        program = read(copied)
+    pairs = zip(program.arguments, given, strict=True)
+    program.laid_out = frozenset(number for number, entry in pairs if "sdy.sharding" in entry)
+    return program
 
 
 def read(module: Mlir, cache: dict[Any, Any] | None = None) -> Propagated:
@@ -203,13 +209,6 @@ def read(module: Mlir, cache: dict[Any, Any] | None = None) -> Propagated:
         cache: What was read before of attributes in the same context.
     """
     return _Reader({} if cache is None else cache).read(module)
-
-
-class _Flow(NamedTuple):
-    """What comes in where Shardy puts a data flow edge, in its order, and what is pinned there."""
-
-    sources: tuple[int, ...]
-    pin: Pin | None = None
 
 
 class _Around(NamedTuple):
@@ -226,7 +225,8 @@ class _Reader:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self._numbers: dict[Mlir, int] = {}
-        self._flows: dict[Mlir, _Flow] = {}
+        # What comes in where Shardy puts a data flow edge, in its order, and what is pinned there.
+        self._flows: dict[Mlir, tuple[tuple[int, ...], Pin | None]] = {}
         self._cache = cache
         self._order = 0
         self._has_edges = True
@@ -234,40 +234,30 @@ class _Reader:
     def read(self, module: Mlir) -> Propagated:
         self._has_edges = bool(operations_in(module, "sdy.data_flow_edge"))
         block = main_block(module)
-        given = read_entries(block.owner, "arg_attrs", len(block.arguments))
+        given, asked = read_ends(block)
         arguments = [
             self._add(value, entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
             for value, entry in zip(block.arguments, given, strict=True)
         ]
-        laid_out = frozenset(
-            n for n, entry in zip(arguments, given, strict=True) if LAID_OUT in entry
-        )
         returned = self._read_block(block, _Around())
-        asked = read_entries(block.owner, "res_attrs", len(returned))
-        types = [value.type for value in block.operations[-1].operands]
-        results = [
-            self._read_result(position, *each)
-            for position, each in enumerate(zip(returned, types, asked, strict=True))
-        ]
+        ends = returned, block.operations[-1].operands, asked
+        results = [*map(self._read_result, itertools.count(), *ends)]
         mesh = dict(mesh_axes(module))
-        return Propagated(self.values, self.operations, arguments, laid_out, results, mesh)
+        return Propagated(self.values, self.operations, arguments, results, mesh)
 
-    def _read_result(
-        self, position: int, inside: int, kind: Mlir, entry: Mapping[str, Mlir]
-    ) -> int:
+    def _read_result(self, position: int, inside: int, value: Mlir, entry: dict[str, Mlir]) -> int:
         """A result of the program is a value of its own, in the layout that it has outside."""
         sharding, origins = entry.get("sdy.sharding"), entry.get("sdy.sharding_origins")
-        number = self._add_typed(kind, sharding, origins)
+        number = self._add_typed(value.type, sharding, origins)
         here, handed, edges = self.values[number], self.values[inside], []
         # Edges that Shardy notes at results are of other operations; its origins tell enough.
-        for axis in itertools.chain.from_iterable(here.spec or ()):
-            if axis not in itertools.chain.from_iterable(handed.spec or ()):
-                continue
+        kept = {axis for axes in handed.spec or () for axis in axes}
+        for axis in (axis for axes in here.spec or () for axis in axes if axis in kept):
             if handed.origins.get(axis) == f"output: {position}":
                 edges.append(Edge(_FIRST, axis, number, (inside,)))
             elif here.origins.get(axis) != "self":
                 edges.append(Edge(_LAST, axis, inside, (number,)))
-        self._emit_flow(_Flow((inside,)), number, tuple(edges), _Around())
+        self._emit_flow((inside,), number, _Around(), edges=tuple(edges))
         return number
 
     # Values
@@ -328,7 +318,7 @@ class _Reader:
     ) -> None:
         """Notes what comes in at values. An edge is behind each but for tokens and the like."""
         for value, numbers, pin in zip(values, sources, pins, strict=False):
-            self._flows[value] = _Flow(numbers, pin)
+            self._flows[value] = numbers, pin
             self._numbers[value] = numbers[0]
 
     def _read_manual(self, operation: Mlir, around: _Around) -> None:
@@ -356,14 +346,7 @@ class _Reader:
         blocks, start = [region.blocks[0] for region in loop.regions], self._read_operands(loop)
         carried = [self._read_carried(loop, n, number) for n, number in enumerate(start)]
         if not self._has_edges:
-            self._emit(
-                kind=LOOP,
-                name=name_of(loop),
-                location=loop.location,
-                operands=start,
-                results=tuple(carried),
-                times=around.times,
-            )
+            self._emit(LOOP, loop, start, tuple(carried), around)
         for block in blocks:
             self._numbers.update(zip(block.arguments, carried, strict=True))
         turns = _count_turns(loop)
@@ -396,36 +379,24 @@ class _Reader:
         (source,), (result,) = edge.operands, edge.results
         if result not in self._numbers:
             self._add_result(edge)
-        # An edge at the entry of a shard_map has the name of this again.
-        name = "" if isinstance(source.owner, ir.Block) else name_of(edge)
-        flow, number = self._flows[source], self._numbers[result]
+        (sources, pin), number = self._flows[source], self._numbers[result]
         # Shardy counts each way in, and all that a loop carries as results.
-        edges = _read_edges(edge.attributes, flow.sources, (number,))
-        self._emit_flow(flow, number, edges, around, name, edge.location)
+        edges = _read_edges(edge.attributes, sources, (number,))
+        self._emit_flow(sources, number, around, edge, edges=edges, pin=pin)
 
     def _emit_flow(
         self,
-        flow: _Flow,
+        sources: tuple[int, ...],
         result: int,
-        edges: tuple[Edge, ...],
         around: _Around,
-        name: str = "",
-        location: Mlir = None,
+        edge: Mlir = None,
+        **fields: Any,
     ) -> None:
-        operands = tuple(dict.fromkeys(flow.sources))
+        operands = tuple(dict.fromkeys(sources))
         shape = self.values[result].shape
         dims = tuple((dim,) for dim in range(len(shape)))
-        self._emit(
-            kind=FLOW,
-            name=_join(around.name, name),
-            location=location,
-            operands=operands,
-            results=(result,),
-            rule=Rule(shape, (dims,) * len(operands), (dims,)),
-            edges=edges,
-            pin=flow.pin,
-            times=around.times,
-        )
+        rule = Rule(shape, (dims,) * len(operands), (dims,))
+        self._emit(FLOW, edge, operands, (result,), around, rule=rule, **fields)
 
     def _read_operation(self, operation: Mlir, around: _Around) -> None:
         kind, attributes = operation.name, operation.attributes
@@ -438,41 +409,54 @@ class _Reader:
         several = origins if isinstance(origins, ir.ArrayAttr) else [origins] * len(shardings)
         operands = self._read_operands(operation)
         results = tuple(map(self._add, operation.results, shardings, several))
+        values = (*operands, *results)
         pin, rule = None, attributes.get("sdy.sharding_rule")
         if kind == "sdy.sharding_constraint":
             name = _read_text(attributes, "sdy.sharding_origin_name")
             pin = Pin("constraint", name, self.values[results[0]].spec or ())
         self._emit(
-            kind=kind,
-            name=_join(around.name, name_of(operation)),
-            location=operation.location,
-            operands=operands,
-            results=results,
+            kind,
+            operation,
+            operands,
+            results,
+            around,
             rule=None if rule is None else self._once(read_rule, rule),
             edges=_read_edges(attributes, operands, results),
             pin=pin,
-            times=around.times,
             cuts=_read_cuts(attributes) if kind == "stablehlo.slice" else (),
-            mesh_axes=self._read_exchange(kind, attributes, (*operands, *results)),
+            mesh_axes=self._read_exchange(operation, values) if kind.startswith("sdy.") else (),
         )
 
-    def _read_exchange(
-        self, kind: str, attributes: Mapping[str, Mlir], values: Sequence[int]
-    ) -> tuple[str, ...]:
-        axes: Iterable[str] = ()
-        if kind == "sdy.collective_permute":
-            axes = (axis for n in values for own in self.values[n].spec or () for axis in own)
-        elif kind.startswith("sdy."):
+    def _read_exchange(self, operation: Mlir, values: Sequence[int]) -> tuple[str, ...]:
+        """The mesh axes over which an operation of Shardy exchanges."""
+        attributes = operation.attributes
+        if operation.name == "sdy.collective_permute":
+            axes = [axis for n in values for own in self.values[n].spec or () for axis in own]
+        else:
             # Such as gathering_axes, and params of an all-to-all.
             names = [name for name in attributes if name.endswith("_axes") or name == "params"]
-            axes = (
-                "".join(each) for name in names for each in _AXIS.findall(str(attributes[name]))
-            )
+            text = " ".join(str(attributes[name]) for name in names)
+            axes = ["".join(each) for each in _AXIS.findall(text)]
         return tuple(dict.fromkeys(axes))
 
-    def _emit(self, **fields: Any) -> None:
-        number = len(self.operations)
-        self.operations.append(Operation(number, order=self._order, **fields))
+    def _emit(
+        self,
+        kind: str,
+        source: Mlir,
+        operands: tuple[int, ...],
+        results: tuple[int, ...],
+        around: _Around,
+        **fields: Any,
+    ) -> None:
+        """Adds an operation; ``source`` is what the program has for it, if anything."""
+        name, location = around.name, None
+        if source is not None:
+            # An edge at the entry of a shard_map has the name of this again.
+            is_entry = kind == FLOW and isinstance(source.operands[0].owner, ir.Block)
+            name = _join(name, "" if is_entry else name_of(source))
+            location = source.location
+        known = len(self.operations), kind, name, location, operands, results
+        self.operations.append(Operation(*known, times=around.times, order=self._order, **fields))
 
 
 # Attributes
@@ -522,36 +506,32 @@ def _axis_text(axis: Mlir) -> str:
 def read_rule(attribute: Mlir) -> Rule:
     """Which dimensions of an operation belong together, as Shardy writes it."""
     rule = sdy.OpShardingRuleAttr(attribute)
-    operands, results = (
-        tuple(
-            tuple(
-                tuple(sdy.DimMappingAttr(dim).factor_indices)
-                for dim in sdy.TensorMappingAttr(mapping).dim_mappings
-            )
-            for mapping in mappings
-        )
-        for mappings in (rule.operand_mappings, rule.result_mappings)
-    )
     return Rule(
         sizes=tuple(rule.factor_sizes),
-        operands=operands,
-        results=results,
+        operands=tuple(map(_read_factors, rule.operand_mappings)),
+        results=tuple(map(_read_factors, rule.result_mappings)),
         reduced=frozenset(rule.reduction_factors),
         replicated=frozenset([*rule.need_replication_factors, *rule.permutation_factors]),
         blocked=frozenset(rule.blocked_propagation_factors),
     )
 
 
+def _read_factors(mapping: Mlir) -> tuple[tuple[int, ...], ...]:
+    dims = map(sdy.DimMappingAttr, sdy.TensorMappingAttr(mapping).dim_mappings)
+    return tuple(tuple(dim.factor_indices) for dim in dims)
+
+
 def _read_origins(entries: Mlir) -> dict[str, str]:
     return {each.name: ir.StringAttr(each.attr).value for each in entries}
 
 
-def read_entries(function: Mlir, name: str, count: int) -> list[Mapping[str, Mlir]]:
-    """Attributes of each argument or result of a function."""
-    attributes = function.attributes.get(name)
-    if attributes is None:
-        return [{}] * count
-    return [{entry.name: entry.attr for entry in each} for each in attributes]
+def read_ends(main: Mlir) -> list[list[dict[str, Mlir]]]:
+    """The attributes of each argument of a program, by ``main_block``, and of each result."""
+    counts, ends = (len(main.arguments), len(main.operations[-1].operands)), []
+    for key, count in zip(ENDS, counts, strict=True):
+        found = main.owner.attributes.get(key, [()] * count)
+        ends.append([{each.name: each.attr for each in entry} for entry in found])
+    return ends
 
 
 def _read_text(attributes: Mapping[str, Mlir], name: str) -> str:
@@ -572,21 +552,16 @@ def _count_turns(loop: Mlir) -> int | None:
     The counter has to be compared by ``<``, and each turn to add a constant: JAX writes ``scan``
     and ``fori_loop`` so.
     """
-    condition, body = (region.blocks[0].operations[-1].operands for region in loop.regions)
-    compare = condition[0].owner
-    if _kind(compare) != "stablehlo.compare" or "LT" not in str(
-        compare.attributes["comparison_direction"]
-    ):
+    condition, body = (region.blocks[0] for region in loop.regions)
+    compare = condition.operations[-1].operands[0].owner
+    if _kind(compare) != "stablehlo.compare":
         return None
-    counter, limit = compare.operands
-    if not isinstance(counter.owner, ir.Block):
+    (counter, limit), direction = compare.operands, compare.attributes["comparison_direction"]
+    if "LT" not in str(direction) or not isinstance(counter.owner, ir.Block):
         return None
     position = ir.BlockArgument(counter).arg_number
-    add = body[position].owner
-    if (
-        _kind(add) != "stablehlo.add"
-        or add.operands[0] != loop.regions[1].blocks[0].arguments[position]
-    ):
+    add = body.operations[-1].operands[position].owner
+    if _kind(add) != "stablehlo.add" or add.operands[0] != body.arguments[position]:
         return None
     first, last, step = map(_constant, (loop.operands[position], limit, add.operands[1]))
     if first is None or last is None or step is None or step < 1:

@@ -1,7 +1,7 @@
 """Puts one layout after the other into a lowered program, and writes down what devices exchange.
 
 A program is lowered once, over mesh axes of size 1 that stand for what is decided later. They are
-marks: wherever a layout names them, in the program's text, the axes of a real mesh are put in.
+marks: wherever a layout of the program names them, the axes of a real mesh are put in.
 Shardy then propagates, and inserts a collective wherever an array does not lie as it is needed.
 
 Products are the exception. Where their dimensions want one mesh axis apart, Shardy moves what is
@@ -13,7 +13,6 @@ Read from and run on jaxlib 0.10.2. https://openxla.org/shardy/sdy_dialect
 """
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +23,16 @@ from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problems, PropagationError
 from penzai_shard.jax_internals.compiler import kept_arguments
-from penzai_shard.propagation.flat import Propagated, Spec, read, read_entries, read_rule, read_spec
-from penzai_shard.propagation.passes import propagate
+from penzai_shard.propagation.flat import (
+    ENDS,
+    Propagated,
+    Spec,
+    read,
+    read_ends,
+    read_rule,
+    read_spec,
+)
+from penzai_shard.propagation.passes import check, propagate
 from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in, to_xla_form
 
 _COLLECTIVES = (
@@ -34,10 +41,7 @@ _COLLECTIVES = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives),"
     "canonicalize{enable-patterns={sdy-collective}},cse)"
 )
-_LAYOUT = re.compile(r"<@mesh, \[([^\]]*)\]>")
-_DIM = re.compile(r"\{([^}]*)\}")
-_AXIS = re.compile(r'"([^"]+)"')
-_LENGTHS = re.compile(r"tensor<((?:\d+x)*)")
+_CONSTRAINT = "sdy.sharding_constraint"
 
 
 class Mark(NamedTuple):
@@ -55,10 +59,10 @@ class Mark(NamedTuple):
 
 
 class MarkedProgram:
-    """A lowered program in whose text layouts are replaced.
+    """A lowered program in which layouts are replaced.
 
     Attributes:
-        marks: The layouts in it, in the order of the text.
+        marks: The layouts in it: of its arguments, its results, its constraints.
 
     Args:
         lowered: What ``jax.jit(f).lower(...)`` returns; it is left as it is.
@@ -81,36 +85,30 @@ class MarkedProgram:
     def __init__(self, lowered: jax.stages.Lowered) -> None:
         module: Mlir = lowered.compiler_ir("stablehlo")
         self._context = module.context
+        self._cache: dict[Any, Any] = {}
         with self._context:
-            copied = module.operation.clone().operation
-            to_xla_form(copied)
+            self._module = module.operation.clone().operation
+            to_xla_form(self._module)
+            check(self._module)
             problems = Problems("what runs per device cannot be priced by propagation:")
-            for each in operations_in(copied, "sdy.manual_computation"):
+            for each in operations_in(self._module, "sdy.manual_computation"):
                 fix = "Leave jax.shard_map out, or compile the step: compile_step(step, ...)."
                 problems.add(name_of(each), "it is computed under jax.shard_map", fix)
             problems.raise_if_any(PropagationError)
-            main = main_block(copied)
+            main, kept = main_block(self._module), sorted(kept_arguments(lowered))
+            returned = main.operations[-1].operands
             # Constants that the function holds come first, and have no layout.
-            kept = sorted(kept_arguments(lowered))
-            numbers = [0] * (len(main.arguments) - len(kept)) + kept, itertools.count()
-            fixed = [
-                number
-                for key, own in zip(("arg_attrs", "res_attrs"), numbers, strict=True)
-                for number, entry in zip(own, read_entries(main.owner, key, 0), strict=False)
-                if "sdy.sharding" in entry
-            ]
-            for each in operations_in(copied):
-                # The lines of the user's code are nine tenths of the text.
-                each.location = ir.Location.name(name_of(each))
-            text = copied.get_asm(
-                enable_debug_info=True, use_local_scope=True, assume_verified=True
+            constants = [None] * (len(main.arguments) - len(kept))
+            ends = zip(
+                itertools.chain(*read_ends(main)),
+                (*main.arguments, *returned),
+                (*constants, *kept, *range(len(returned))),
+                strict=True,
             )
-        self._before, self._behind = re.split(r"(?<=sdy.mesh @mesh = <\[).*?(?=\]>)", text)
-        # Every second piece is a layout.
-        self._pieces = _LAYOUT.split(self._behind)
-        self._cache: dict[Any, Any] = {}
-        positions = itertools.chain(fixed, itertools.repeat(None))
-        self.marks = list(map(_read_mark, _LAYOUT.finditer(self._behind), positions))
+            found = [(entry.get("sdy.sharding"), value, number) for entry, value, number in ends]
+            for each in operations_in(self._module, _CONSTRAINT):
+                found.append((each.attributes["sharding"], each.results[0], None))
+            self.marks = [_read_mark(*each) for each in found if each[0] is not None]
 
     def place(self, mesh_sizes: Mapping[str, int], specs: Sequence[Spec | None]) -> Propagated:
         """The program in a layout, with its collectives.
@@ -122,16 +120,20 @@ class MarkedProgram:
         Raises:
             PropagationError: See ``passes.propagate``.
         """
-        axes = ", ".join(f'"{name}"={size}' for name, size in mesh_sizes.items())
-        pieces = list(self._pieces)
-        for number, (mark, spec) in enumerate(zip(self.marks, specs, strict=True)):
-            dims = ["?"] * len(mark.axes)
-            if spec is not None:
-                dims = [", ".join(f'"{axis}"' for axis in own) for own in spec]
-            pieces[2 * number + 1] = f"<@mesh, [{', '.join(f'{{{dim}}}' for dim in dims)}]>"
         with self._context:
-            module = ir.Module.parse(f"{self._before}{axes}{''.join(pieces)}").operation
-            propagate(module, is_checked=bool(self._cache))
+            module = self._module.clone().operation
+            axes = [sdy.MeshAxisAttr.get(*each) for each in mesh_sizes.items()]
+            ir.SymbolTable(module)["mesh"].attributes["mesh"] = sdy.MeshAttr.get(axes)
+            shardings = iter([*map(_make_sharding, self.marks, specs)])
+            main = main_block(module)
+            for key, entries in zip(ENDS, read_ends(main), strict=True):
+                for entry in entries:
+                    if "sdy.sharding" in entry:
+                        entry["sdy.sharding"] = next(shardings)
+                main.owner.attributes[key] = ir.ArrayAttr.get([*map(ir.DictAttr.get, entries)])
+            for each in operations_in(module, _CONSTRAINT):
+                each.attributes["sharding"] = next(shardings)
+            propagate(module)
             for product in operations_in(module, "stablehlo.dot_general"):
                 _lay_out_as_xla(product)
             passes = PassManager.parse(_COLLECTIVES)
@@ -140,15 +142,18 @@ class MarkedProgram:
             return read(module, self._cache)
 
 
-def _read_mark(found: re.Match[str], position: int | None) -> Mark:
-    axes = tuple((_AXIS.findall(dim) or [""])[0] for dim in _DIM.findall(found[1]))
-    # The type of a constraint stands behind its layout, that of an argument in front.
-    start = found.string.find(": tensor<", found.end())
-    if position is not None:
-        start = found.string.rfind("tensor<", 0, found.start())
-    lengths = _LENGTHS.search(found.string, start)
-    assert lengths is not None
-    return Mark(axes, tuple(map(int, re.findall(r"\d+", lengths[1]))), position)
+def _read_mark(sharding: Mlir, value: Mlir, position: int | None) -> Mark:
+    axes = tuple(own[0] if own else "" for own in read_spec(sharding)[0])
+    return Mark(axes, tuple(ir.ShapedType(value.type).shape), position)
+
+
+def _make_sharding(mark: Mark, spec: Spec | None) -> Mlir:
+    """A layout in the place of a mark; without one what is propagated to it stays."""
+    dims = [
+        sdy.DimensionShardingAttr.get([*map(sdy.AxisRefAttr.get, own)], is_closed=spec is not None)
+        for own in spec or ((),) * len(mark.axes)
+    ]
+    return sdy.TensorShardingAttr.get("mesh", dims)
 
 
 # Products

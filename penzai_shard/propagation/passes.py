@@ -8,7 +8,6 @@ Written for and run on jaxlib 0.10.2 and 0.12.0. https://openxla.org/shardy/prop
 """
 
 import re
-from typing import Any
 
 from jaxlib import version
 from jaxlib.mlir import ir
@@ -17,9 +16,6 @@ from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problem, Problems, PropagationError
 from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in
-
-LAID_OUT = "penzai_shard.laid_out"
-"""Attribute of an argument that has a layout before propagation."""
 
 _HEADLINE = "layouts cannot be propagated:"
 _PIPELINE = "sdy-propagation-pipeline"
@@ -30,30 +26,53 @@ _AT_THE_ENDS = (
 )
 
 
-def propagate(
-    module: Mlir, *, origins: bool = False, edges: bool = False, is_checked: bool = False
-) -> None:
+def check(module: Mlir) -> None:
+    """Refuses a module whose layouts cannot be propagated; its context has to be in force.
+
+    Raises:
+        PropagationError: Shapes are unknown, or a mesh axis has two sizes; all of them are in it.
+    """
+    problems = Problems(_HEADLINE)
+    # What is computed from an argument of unknown shape says nothing new.
+    arguments = [(value.type, name_of(value)) for value in main_block(module).arguments]
+    made = [(value.type, name_of(each)) for each in operations_in(module) for value in each.results]
+    for kind, name in _unknown(arguments) or _unknown(made):
+        fix = "Lower the function for arguments whose lengths are numbers."
+        problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
+    known = dict(mesh_axes(module))
+    for name, size in mesh_axes(module):
+        if size != known[name]:
+            what = f"mesh axis {name!r} is of {size} and of {known[name]} devices"
+            problems.add("", what, "Use one mesh in all of the function.", "several meshes")
+    problems.raise_if_any(PropagationError)
+
+
+def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
+    shaped = [each for each in values if isinstance(each[0], ir.ShapedType)]
+    return [each for each in shaped if not each[0].has_static_shape]
+
+
+def mesh_axes(module: Mlir) -> list[tuple[str, int]]:
+    """Name and size of the axes of all meshes in a module."""
+    meshes = [sdy.MeshAttr(each.attributes["mesh"]) for each in operations_in(module, "sdy.mesh")]
+    axes = [sdy.MeshAxisAttr(axis) for mesh in meshes for axis in mesh.axes]
+    return [(axis.name, axis.size) for axis in axes]
+
+
+def propagate(module: Mlir, *, notes: bool = False) -> None:
     """Lays out all values of a module, which is changed; its context has to be in force.
 
     Args:
         module: A module in the form of XLA, see ``xla_form``.
-        origins: Whether Shardy notes where each mesh axis of a layout came from at first. Never
-            done where arrays are tied by ``shard_alike``: there it ends the process.
-        edges: Whether it notes at each operation which mesh axes went from where to where.
-        is_checked: Whether the program, in other layouts, was propagated before.
+        notes: Whether Shardy notes where each mesh axis of a layout came from at first, and at each
+            operation which mesh axes went from where to where. The former is never done where
+            arrays are tied by ``shard_alike``: there it ends the process.
 
     Raises:
-        PropagationError: Shapes are unknown, Shardy refuses the program, or this jaxlib has other
-            passes.
+        PropagationError: Shardy refuses the program, or this jaxlib has other passes.
     """
     problems = Problems(_HEADLINE)
-    if not is_checked:
-        _check_shapes(module, problems)
-        _check_meshes(module, problems)
-        problems.raise_if_any(PropagationError)
-    _note_layouts(main_block(module).owner)
-    has_groups = origins and bool(operations_in(module, "sdy.sharding_group"))
-    passes = _make_passes(origins and not has_groups, edges)
+    passes = _make_passes(notes, bool(operations_in(module, "sdy.sharding_group")))
     try:
         passes.run(module)
     except ir.MLIRError as error:
@@ -65,58 +84,15 @@ def propagate(
         raise PropagationError(_HEADLINE, problems) from error
 
 
-def _check_shapes(module: Mlir, problems: Problems) -> None:
-    """Adds a problem for each argument of an unknown shape, or else for each such operation."""
-    arguments = [(value.type, name_of(value)) for value in main_block(module).arguments]
-    made = [(value.type, name_of(each)) for each in operations_in(module) for value in each.results]
-    for kind, name in _unknown(arguments) or _unknown(made):
-        fix = "Lower the function for arguments whose lengths are numbers."
-        problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
-
-
-def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
-    shaped = [each for each in values if isinstance(each[0], ir.ShapedType)]
-    return [each for each in shaped if not each[0].has_static_shape]
-
-
-def _check_meshes(module: Mlir, problems: Problems) -> None:
-    known = dict(mesh_axes(module))
-    for name, size in mesh_axes(module):
-        if size != known[name]:
-            what = f"mesh axis {name!r} is of {size} and of {known[name]} devices"
-            problems.add("", what, "Use one mesh in all of the function.", "several meshes")
-
-
-def mesh_axes(module: Mlir) -> list[tuple[str, int]]:
-    """Name and size of the axes of all meshes in a module."""
-    meshes = [sdy.MeshAttr(each.attributes["mesh"]) for each in operations_in(module, "sdy.mesh")]
-    axes = [sdy.MeshAxisAttr(axis) for mesh in meshes for axis in mesh.axes]
-    return [(axis.name, axis.size) for axis in axes]
-
-
-def _note_layouts(main: Mlir) -> None:
-    """Marks arguments with a layout: afterwards those that got one have the same attributes."""
-    marked: list[Any] = []
-    for attributes in main.attributes.get("arg_attrs", ()):
-        entries = {each.name: each.attr for each in attributes}
-        if "sdy.sharding" in entries:
-            entries[LAID_OUT] = ir.UnitAttr.get()
-        marked.append(ir.DictAttr.get(entries))
-    if marked:
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(marked)
-
-
-def _make_passes(origins: bool, edges: bool) -> PassManager:
+def _make_passes(notes: bool, has_ties: bool) -> PassManager:
     try:
         whole = str(PassManager.parse(f"builtin.module({_PIPELINE})"))
-        before, found, behind = whole.partition(_PROPAGATE)
+        before, _, behind = whole.partition(_PROPAGATE)
         options = behind.partition("}")[0]
-        if not found:
-            raise ValueError(_PROPAGATE)
-        if edges:
+        if notes:
             before = _switch_on(before, "debug-propagation-edge-sharding")
             options = _switch_on(options, "debug-propagation-edge-sharding")
-        if origins:
+        if notes and not has_ties:
             # Never before: sdy-apply-sharding-constraints puts constraints before a shard_map, and
             # would read their names, which it has not given them. That ends the process.
             options = _switch_on(options, "debug-sharding-origins")

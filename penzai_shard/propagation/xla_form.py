@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 # jaxlib has no types for what its MLIR modules are made of.
@@ -63,7 +64,7 @@ def operations_in(module: Mlir, kind: str = "") -> list[Mlir]:
 
 def main_block(module: Mlir) -> Mlir:
     """The block of a module's entry function."""
-    return _functions(module)["main"].regions[0].blocks[0]
+    return ir.SymbolTable(module)["main"].regions[0].blocks[0]
 
 
 def name_of(thing: Mlir) -> str:
@@ -72,18 +73,12 @@ def name_of(thing: Mlir) -> str:
     return str(location.name_str) if isinstance(location, ir.NameLoc) else ""
 
 
-def _functions(module: Mlir) -> dict[str, Mlir]:
-    found = (each.operation for each in module.regions[0].blocks[0].operations)
-    functions = [each for each in found if each.name == "func.func"]
-    return {ir.StringAttr(each.attributes["sym_name"]).value: each for each in functions}
-
-
 # Calls
 
 
 def _inline_calls(module: Mlir) -> None:
     """MLIR's own pass does not inline operations of StableHLO."""
-    functions = _functions(module)
+    functions = ir.SymbolTable(module)
     while calls := operations_in(module, "func.call"):
         for call in calls:
             callee = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
@@ -163,20 +158,16 @@ def _give_rule(operation: Mlir) -> None:
     shape, is_top_k = operands[0], operation.name == "chlo.top_k"
     if not is_top_k and {*operands, *results} != {shape}:
         return
-    names = [chr(ord("i") + dim) for dim in range(len(shape) + 1)]
-    sizes = dict(zip(names, shape, strict=False))
-    taken, made = names[:-1], names[:-1]
+    sizes, last = [*shape], len(shape) - 1
+    dims = [sdy.DimMappingAttr.get([dim]) for dim in range(len(shape))]
+    taken = made = sdy.TensorMappingAttr.get(dims)
     if is_top_k and results[0] != shape:
-        made = [*names[:-2], names[-1]]
-        sizes[names[-1]] = results[0][-1]
-    sides = [
-        ", ".join([f"[{', '.join(factors)}]"] * count)
-        for factors, count in ((taken, len(operands)), (made, len(results)))
-    ]
-    lengths = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    whole = f" need_replication={{{taken[-1]}}}" if is_top_k else ""
-    text = f"#sdy.op_sharding_rule<({sides[0]})->({sides[1]}) {{{lengths}}}{whole}>"
-    operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(text)
+        sizes.append(results[0][-1])
+        made = sdy.TensorMappingAttr.get([*dims[:-1], sdy.DimMappingAttr.get([last + 1])])
+    sides = [taken] * len(operands), [made] * len(results)
+    whole = [last] if is_top_k else []
+    rule = sdy.OpShardingRuleAttr.get(sizes, *sides, need_replication_factors=whole)
+    operation.attributes["sdy.sharding_rule"] = rule
 
 
 def _capture_invariants(loop: Mlir) -> None:

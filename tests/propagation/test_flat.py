@@ -38,7 +38,7 @@ def axes_of(spec):
 def test_drawn_program_is_laid_out_as_without_notes(seed):
     lowered = lower_drawn(seed)
     program = propagate_lowered(lowered)
-    plain = propagate_lowered(lowered, origins=False, edges=False)
+    plain = propagate_lowered(lowered, notes=False)
     specs = [value.spec for value in program.values]
     assert specs == [value.spec for value in plain.values]
     assert all({*value.origins} == axes_of(value.spec) for value in program.values)
