@@ -270,7 +270,9 @@ def fill_arrays(
                 for future in pending:
                     future.result()
                 shards[group.name] += _put_parts(group, parts)
-            _return_memory()
+            # glibc keeps what was freed, for each thread (measured: 50 MiB).
+            if sys.platform == "linux":
+                getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
     finally:
         # Whoever stops a restore does not wait for the rest of a large array.
         readers.shutdown(cancel_futures=True)
@@ -280,12 +282,6 @@ def fill_arrays(
         )
         for name, (_, struct) in wanted.items()
     }
-
-
-def _return_memory() -> None:
-    """Gives the system what was freed: glibc keeps it, for each thread (measured: 50 MiB)."""
-    if sys.platform == "linux":
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 def _group_parts(

@@ -11,17 +11,15 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from penzai_shard.arrays.inputs import run_inputs
-from penzai_shard.arrays.kinds import is_key_type, is_struct
+from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import read_checksum
 from penzai_shard.checkpoints.manager import CheckpointManager
 from penzai_shard.checkpoints.object_stores import is_url
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record, read_manifest
 from penzai_shard.checkpoints.restoring import open_arrays
+from penzai_shard.checkpoints.saving import read_numbers
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError
@@ -60,7 +58,7 @@ def describe_checkpoint(path: Any) -> Report:
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointDamagedError: What it says of its arrays is not what was saved.
 
-    >>> import tempfile
+    >>> import jax, tempfile
     >>> import penzai_shard as pzs
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8), "v": jax.numpy.ones(8)})
@@ -126,7 +124,7 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
             be read.
         RuleTypeError, ShardingError: A tree has no arrays, or some were donated.
 
-    >>> import tempfile
+    >>> import jax, tempfile
     >>> import penzai_shard as pzs
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8), "v": jax.numpy.ones(8)})
@@ -172,10 +170,9 @@ def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
     leaves, _ = parameters.read_tree("compare_checkpoints", side)
     leaves = [leaf for leaf in leaves if leaf.role != "constant"]
     values = {leaf.path: leaf.value for leaf in leaves if not is_struct(leaf.value)}
-    arrays = {x.path: jnp.asarray(x.value) for x in run_inputs(values, "compare_checkpoints")[0]}
-    for path, array in arrays.items():
-        arrays[path] = jax.random.key_data(array) if is_key_type(array.dtype) else array
-    sums = compute_checksums(arrays)
+    found, _ = run_inputs(values, "compare_checkpoints")
+    dtypes = {leaf.path: leaf.dtype for leaf in leaves}
+    sums = compute_checksums({x.path: read_numbers(x.value, dtypes[x.path]) for x in found})
     own = {x.path: make_record(x, sums.get(x.path)) for x in leaves}
     is_whole = parameters.is_train_state(leaves)
     return own, () if is_whole else own.keys() - {x.path for x in parameters.parameters_of(leaves)}
@@ -214,7 +211,7 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
 
-    >>> import tempfile
+    >>> import jax, tempfile
     >>> import penzai_shard as pzs
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8)})

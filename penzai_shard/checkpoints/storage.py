@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from penzai_shard.errors import CheckpointDamagedError, Problems, ShardingError, require
+from penzai_shard.errors import CheckpointDamagedError, Problem, ShardingError, require
 
 PLAIN_METADATA = "_METADATA"
 STATE = "state"
@@ -84,12 +84,10 @@ def refuse_damage(path: object, found: Mapping[str, str]) -> None:
     Raises:
         CheckpointDamagedError: With a problem for each.
     """
-    problems = Problems(f"the checkpoint at {path} is damaged:")
-    for name, what in found.items():
-        problems.add(
-            name, what, "Restore another copy of it, or once more if it was replaced meanwhile."
-        )
-    problems.raise_if_any(CheckpointDamagedError)
+    if found:
+        fix = "Restore another copy of it, or once more if it was replaced meanwhile."
+        problems = [Problem(name, what, fix) for name, what in found.items()]
+        raise CheckpointDamagedError(f"the checkpoint at {path} is damaged:", problems)
 
 
 @contextlib.contextmanager

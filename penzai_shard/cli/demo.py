@@ -20,7 +20,6 @@ from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
 from penzai_shard.progress import progress
-from penzai_shard.reports.quantities import bytes_text
 
 _RULES = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
 _OTHER_RULES = {"embedding": "model", "neurons": "data", "vocabulary": "data"}
@@ -51,9 +50,8 @@ def run_demo(out: pathlib.Path | None = None) -> None:
         layers = pz.select(edited).at_instances_of(pzs.ConstrainShardingByName)
         _say(3, f"edited by a selector: {layers.count()} layers split the batch after the blocks")
         state = _train(edited, mesh)
-        pzs.save_train_state(folder, state, overwrite=True)
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        _say(5, f"saved {len(jax.tree.leaves(state))} arrays, {bytes_text(size)}: {folder}")
+        path = pzs.save_train_state(folder, state, overwrite=True)
+        _say(5, f"saved to {path}: {pzs.describe_checkpoint(path).verdict}")
         restored = _restore(folder, state, other_mesh)
         _sample(restored.model)
 
@@ -132,15 +130,9 @@ def _restore(folder: pathlib.Path, saved: Any, mesh: Any) -> Any:
     model = _edit(pzs.abstract_model(_new_model, jax.random.key(0)), mesh)
     shapes = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
     restored = pzs.restore_train_state(folder, shapes, mesh, _OTHER_RULES)
-    pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(restored), strict=True)
-    same = [np.array_equal(_read(a), _read(b)) for a, b in pairs]
-    _say(6, f"restored on {dict(mesh.shape)}: {sum(same)} of {len(same)} arrays equal bit for bit")
+    compared = pzs.compare_checkpoints(saved, restored)
+    _say(6, f"restored on {dict(mesh.shape)}, and compared to the bit: {compared.verdict}")
     return restored
-
-
-def _read(array: jax.Array) -> np.ndarray:
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
 def _sample(model: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.errors import MeshError, Problem, RuleTypeError, SelectionError
+from penzai_shard.errors import MeshError, Problem, RuleTypeError, SelectionError, ShardingError
 from penzai_shard.meshes import AnyMesh, make_mesh
 from penzai_shard.paths import nearest
 from penzai_shard.placement.sharded_init import abstract_model
@@ -21,7 +21,11 @@ from penzai_shard.rules import AxisRules, data_parallel, fully_sharded, tensor_p
 _PRESETS = {preset.__name__: preset for preset in (data_parallel, fully_sharded, tensor_parallel)}
 
 
-@functools.cache
+def make_error(what: str, fix: str, error: type[ShardingError] = SelectionError) -> ShardingError:
+    """An error about what is given on the command line."""
+    return error("cannot read the command:", [Problem("", what, fix)])
+
+
 def read_object(reference: str) -> Any:
     """What ``file.py:name`` or ``module:name`` stands for.
 
@@ -30,12 +34,12 @@ def read_object(reference: str) -> Any:
     """
     place, _, name = reference.rpartition(":")
     if not place:
-        raise _no_object(f"{reference!r} names no object", f"Write {name}:build.")
+        raise make_error(f"{reference!r} names no object", f"Write {name}:build.")
     module = _import_file(pathlib.Path(place)) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, name):
         known = [known for known in vars(module) if not known.startswith("_")]
         near = nearest(name, known) or next(iter(known), "name")
-        raise _no_object(f"{place} has no {name!r}", f"Write {place}:{near}.")
+        raise make_error(f"{place} has no {name!r}", f"Write {place}:{near}.")
     return getattr(module, name)
 
 
@@ -58,7 +62,7 @@ def read_model(text: str) -> Any:
     tree = build if leaves_of(build) or not callable(build) else build_abstract(build)
     if not leaves_of(tree):
         fix = "Write the name of a model, or of a function that returns one."
-        raise _no_object(f"{text} has no arrays", fix)
+        raise make_error(f"{text} has no arrays", fix)
     return tree
 
 
@@ -73,12 +77,8 @@ def build_abstract(build: Callable[..., Any]) -> Any:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
     if needed:
         what = f"{build.__name__} needs the argument {needed[0]!r}"
-        raise _no_object(what, "Name a function without arguments that calls it.")
+        raise make_error(what, "Name a function without arguments that calls it.")
     return abstract_model(build)
-
-
-def _no_object(what: str, fix: str) -> SelectionError:
-    return SelectionError("cannot read the command:", [Problem("", what, fix)])
 
 
 def _import_module(name: str) -> types.ModuleType:
@@ -89,13 +89,13 @@ def _import_module(name: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if not name.startswith(error.name or " "):
             raise
-        raise _no_object(f"there is no module {name!r}", "Write file.py:name.") from error
+        raise make_error(f"there is no module {name!r}", "Write file.py:name.") from error
 
 
 @functools.cache
 def _import_file(path: pathlib.Path) -> types.ModuleType:
     if not path.is_file():
-        raise _no_object(f"there is no file '{path}'", "Write the path of a file.")
+        raise make_error(f"there is no file '{path}'", "Write the path of a file.")
     # Not by its own name, which may be that of a library.
     spec = importlib.util.spec_from_file_location(f"penzai_shard_model_{path.stem}", path)
     assert spec is not None
@@ -119,8 +119,7 @@ def read_mesh(text: str) -> AnyMesh:
     # What was not read, and an axis that is named twice.
     if text != ",".join(f"{name}={size}" for name, size in sizes.items()):
         what = f"{text!r} is no mesh with axes of different names"
-        problem = Problem("", what, "Write --mesh data=4,model=2.")
-        raise MeshError("cannot read the command:", [problem])
+        raise make_error(what, "Write --mesh data=4,model=2.", MeshError)
     return make_mesh(sizes, abstract=True)
 
 
@@ -141,8 +140,7 @@ def read_rules(text: str | None) -> AxisRules:
         name, equals, axes = part.partition("=")
         if not equals and name not in _PRESETS:
             fix = f"Write --rules embedding=data,neurons=model, or {', '.join(_PRESETS)}."
-            problem = Problem("", f"{part!r} is no rule", fix)
-            raise RuleTypeError("cannot read the command:", [problem])
+            raise make_error(f"{part!r} is no rule", fix, RuleTypeError)
         own = [(name, tuple(filter(None, axes.split("+"))))]
         rules += own if equals else _PRESETS[name]().rules
     return AxisRules(rules)

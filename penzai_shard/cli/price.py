@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from penzai_shard.cli import inputs
-from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.inspection.compile_ahead import AheadReport
 from penzai_shard.inspection.compiling import CompiledStep
 from penzai_shard.inspection.locks import MESH, RECOMPILATION, ShardingLock
@@ -36,7 +35,7 @@ def print_price(reference: str, lock: str | None, show_all: bool) -> None:
     if not isinstance(step, CompiledStep | AheadReport):
         what = f"{reference} gives a {type(step).__name__}, not a compiled step"
         fix = "Let it return compile_step(step, state, tokens=tokens)."
-        raise SelectionError("cannot price:", [Problem("", what, fix)])
+        raise inputs.make_error(what, fix)
     if lock == "-":
         print(ShardingLock.of(step).to_json(), end="")
     elif lock is not None:

@@ -230,10 +230,7 @@ def _escape(text: str) -> str:
     return html.escape(plain_text(text))
 
 
-_Figure = tuple[str, str, str, str, str]
-
-
-def _summarise(sections: _Sections) -> tuple[str, str, list[_Figure]]:
+def _summarise(sections: _Sections) -> tuple[str, str, list[tuple[str, ...]]]:
     """What is seen first: a state, a verdict, and figures.
 
     Returns:

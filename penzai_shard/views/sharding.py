@@ -80,8 +80,8 @@ class ShardedArray(HasReport):
 
     @property
     def bytes_per_device(self) -> int:
-        """Size of the largest part."""
-        return max(part.size for part in self.parts) * itemsize(self.dtype)
+        """Size of each part."""
+        return self.parts[0].size * itemsize(self.dtype)
 
     def intervals(self, dim: int) -> list[Interval]:
         """The parts of one dimension, in their order."""
@@ -108,13 +108,11 @@ class ShardedArray(HasReport):
         total = bytes_text(math.prod(self.shape) * itemsize(self.dtype))
         what = f"{self.path}: {self.dtype}" if self.path else str(self.dtype)
         what += f"[{', '.join(sizes)}], {total}"
-        counts = {len(part.devices) for part in self.parts}
-        holders = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        holders = len(self.parts[0].devices)
         if len(self.parts) == 1:
-            return f"{what}: whole on {'one device' if counts == {1} else f'{holders} devices'}"
-        each = "at most " * self.is_uneven + bytes_text(self.bytes_per_device)
-        held = "one device holds each" if counts == {1} else f"{holders} devices hold each"
-        return f"{what}: {len(self.parts)} parts of {each}, {held}"
+            return f"{what}: whole on {'one device' if holders == 1 else f'{holders} devices'}"
+        held = "one device holds each" if holders == 1 else f"{holders} devices hold each"
+        return f"{what}: {len(self.parts)} parts of {bytes_text(self.bytes_per_device)}, {held}"
 
     def _notes(self) -> Iterator[str]:
         devices = "devices"
@@ -128,9 +126,6 @@ class ShardedArray(HasReport):
             for word in filter(words.get, words):
                 yield f"{word} over {', '.join(sorted(words[word]))}"
             devices = f"devices of mesh ({mesh_text(mesh)})"
-        if self.is_uneven:
-            what = "JAX refuses this of what goes in and out of a program"
-            yield f"a length does not divide over its mesh axes: {what}"
         if self.sharding.memory_kind == "pinned_host":
             yield "in the memory of the host"
         is_abstract = not self.parts[0].processes
@@ -138,11 +133,6 @@ class ShardedArray(HasReport):
         if self.is_on_others:
             what += f"; * marks what this process ({jax.process_index()}) holds"
         yield f"in each cell the {devices} that hold the part, {what}"
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether parts differ in size."""
-        return len({part.size for part in self.parts}) > 1
 
     @functools.cached_property
     def is_on_others(self) -> bool:
@@ -192,7 +182,9 @@ def show_sharding(array: Any) -> ShardedArray:
             parts = _read_parts(shape, sharding)
     except ValueError as error:
         # Most do not divide. What is left to the compiler has no parts yet.
-        raise ShardingError("show_sharding:", [Problem(path, str(error).rstrip("."))]) from error
+        fix = "Draw what planning gives: make_plan(tree, mesh, rules).leaves[0]."
+        problem = Problem(path, str(error).rstrip("."), fix)
+        raise ShardingError("show_sharding:", [problem]) from error
     labels = [f"dimension {dim}" if name is None else plain_text(name) for dim, name in names]
     return ShardedArray(path, tuple(labels), shape, dtype, sharding, axes, parts)
 
@@ -226,19 +218,24 @@ def _read_array(array: Any) -> tuple[str, Any, tuple[int, ...], Any, Sharding]:
 def _find_parts(
     shape: tuple[int, ...], axes: Sequence[Sequence[str]], sharding: NamedSharding
 ) -> tuple[ArrayPart, ...]:
-    """The parts by mesh and spec; a length that does not divide is split as XLA pads it."""
+    """The parts by mesh and spec.
+
+    Raises:
+        ValueError: A length does not divide, which JAX refuses of arrays too.
+    """
     mesh = sharding.mesh
     # For every place in the mesh its coordinate along each mesh axis.
     coordinates = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_names), mesh.size)
     places = dict(zip(mesh.axis_names, coordinates, strict=True))
     columns = []
     for length, own in zip(shape, axes, strict=True):
-        step = -(-length // specs.part_count(own, mesh.shape))
+        step, rest = divmod(length, specs.part_count(own, mesh.shape))
+        if rest:
+            raise ValueError(f"{length} does not divide over mesh axes {[*own]}")
         starts = np.zeros(mesh.size, int)
         for axis in own:
             starts = starts * mesh.shape[axis] + places[axis] * step
-        ends = np.minimum(starts + step, length).tolist()
-        columns.append([*zip(np.minimum(starts, length).tolist(), ends, strict=True)])
+        columns.append([*zip(starts.tolist(), (starts + step).tolist(), strict=True)])
     keys = [*zip(*columns, strict=True)] or [()] * mesh.size
     return _group(keys, range(mesh.size) if isinstance(mesh, AbstractMesh) else mesh.devices.flat)
 

@@ -23,6 +23,5 @@ def test_demo_goes_from_a_plan_to_a_restore_on_another_mesh(tmp_path):
     assert "P('model', 'data')" in texts["2"]
     first, last = map(float, re.findall(r"\d+\.\d+", texts["4"]))
     assert first > last + 1
-    restored, arrays = re.search(r"(\d+) of (\d+)", texts["6"]).groups()
-    assert restored == arrays != "0"
+    assert re.search(r"all \d\d arrays are equal", texts["6"])
     assert any(tmp_path.iterdir())
