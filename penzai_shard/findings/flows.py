@@ -13,7 +13,7 @@ the batch is pinned, so that it is the parameter that moves, as in fully sharded
 
 import itertools
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +35,6 @@ from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.rules import AxisRules, Decision, Rule
 from penzai_shard.surgery.edits import find_matches
 from penzai_shard.surgery.inserted import CONSTRAINTS
-from penzai_shard.surgery.rewriting import Match
 from penzai_shard.training.train_state import TrainState
 
 _LAYING_OUT = (*CONSTRAINTS, constraints.ConstrainActivations, GatherParameters, ShardMapped)
@@ -75,13 +74,14 @@ def follow_flows(set_up: SetUp, batch: Any) -> Flows:
         except ShardingError as error:
             findings += [Finding("misfit", "layout", x.what, x.fix) for x in error.problems]
     matches = find_matches(model, _LAYING_OUT, "inner first")
-    pins = [pin for match in matches for pin in _pins(match.before)]
+    by_path = [(match.path, pin) for match in matches for pin in _pins(match.before)]
+    pins = [pin for _, pin in by_path]
     by_position = [pin for pin in pins if pin.side == "position"]
     names = {x for pin in pins if pin not in by_position for x in pin.rules.logical_axes}
     used = {axis for pin in pins for rule in pin.rules.rules for axis in rule.mesh_axes}
 
     if is_laid_out:
-        findings += _find_other_meshes(set_up, matches)
+        findings += _find_other_meshes(set_up.mesh, by_path)
     if batch is None or not is_layer(model):
         why = "no batch was given" if batch is None else "it is no layer of Penzai"
         notes = [f"what flows through the model was not looked at: {why}"]
@@ -152,16 +152,13 @@ def _pins(layer: Any) -> Iterator[_Pin]:
             yield _Pin(kind, mesh, "inputs", layer.activation_rules)
 
 
-def _find_other_meshes(set_up: SetUp, matches: Sequence[Match]) -> Iterator[Finding]:
+def _find_other_meshes(mesh: Any, by_path: Iterable[tuple[str, _Pin]]) -> Iterator[Finding]:
     """Layers for another mesh than that of the model."""
-    mesh = set_up.mesh
-    for match in matches:
-        for pin in _pins(match.before):
-            if not same_devices(pin.mesh, mesh):
-                what = f"this {pin.kind} is for the mesh ({mesh_text(pin.mesh)}), and the model is "
-                fix = f"Write mesh=make_mesh({dict(mesh.shape)})."
-                yield Finding("other mesh", match.path, f"{what}laid over ({mesh_text(mesh)})", fix)
-                break
+    for path, pin in by_path:
+        if not same_devices(pin.mesh, mesh):
+            what = f"this {pin.kind} is for the mesh ({mesh_text(pin.mesh)}), and the model is "
+            fix = f"Write mesh=make_mesh({dict(mesh.shape)})."
+            yield Finding("other mesh", path, f"{what}laid over ({mesh_text(mesh)})", fix)
 
 
 def _find_idle(pin: _Pin, path: str, present: set[Any], known: set[Hashable]) -> Iterator[Finding]:
@@ -293,15 +290,13 @@ class _Follower:
         known = {*self.set_up.logical_axes, *walk.names}
         for call, side in walk.events:
             for pin in _pins(call.layer):
-                if same_devices(pin.mesh, self.mesh):
-                    self._pin(call, pin, side, known)
+                if pin.side == side and same_devices(pin.mesh, self.mesh):
+                    self._pin(call, pin, known)
             if side == "inputs":
                 self._meet(call)
 
-    def _pin(self, call: Call, pin: _Pin, side: str, known: set[Hashable]) -> None:
-        if pin.side != side:
-            return
-        leaves = call.inputs if side == "inputs" else call.outputs
+    def _pin(self, call: Call, pin: _Pin, known: set[Hashable]) -> None:
+        leaves = call.inputs if pin.side == "inputs" else call.outputs
         present = {name for leaf in leaves for name in leaf.names or ()}
         if self.is_laid_out:
             self.findings += _find_idle(pin, call.place, present, known)

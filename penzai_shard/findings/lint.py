@@ -12,8 +12,6 @@ from penzai_shard.planning import arguments
 from penzai_shard.reports.report import Column, HasReport, Report
 from penzai_shard.rules import OnIndivisible
 
-__all__ = ["Finding", "LintReport", "lint"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LintReport(HasReport):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from penzai_shard.errors import Problems, ProgramError
 from penzai_shard.inspection.device_groups import mesh_axes, read_groups
-from penzai_shard.inspection.hlo import CALLS, COLLECTIVES, Array, Instruction, Place, Program
+from penzai_shard.inspection.hlo import COLLECTIVES, Array, Instruction, Place, Program, split_text
 from penzai_shard.programs import LOSS, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ _BY_NAME = ("/psum", "/psum_invariant")
 # Earliest first; a step may have operations of which none is known.
 _PHASES = ("forward", "backward", "optimizer", None)
 
-_CARRIERS = """
-    async conditional get-tuple-element optimization-barrier parameter tuple while"""
-_STRUCTURE = CALLS | frozenset(_CARRIERS.split())
+_STRUCTURE = """
+    async call conditional fusion get-tuple-element optimization-barrier parameter tuple while"""
 _MOVES = """
     bitcast bitcast-convert concatenate convert copy dynamic-slice dynamic-update-slice pad reshape
     reverse slice transpose"""
@@ -40,12 +39,12 @@ _ARITHMETIC = """
     or power rsqrt select sign sqrt subtract tanh"""
 _ELEMENTS_STAY = "bitcast convert copy reshape transpose"
 # Behind these an array is the same array, or a part of it.
-_SAME_ARRAY = _STRUCTURE | COLLECTIVES | frozenset(_MOVES.split())
+_SAME_ARRAY = COLLECTIVES | frozenset(f"{_STRUCTURE} {_MOVES}".split())
 # What an optimizer does element by element. A norm of all gradients is not in it, nor what is
 # multiplied by one: that is a number, and comes through a broadcast.
 _SAME_PARAMETER = _SAME_ARRAY | frozenset(_ARITHMETIC.split())
 # Who keeps a slice behind these could as well have taken it before.
-_SAME_ELEMENTS = _STRUCTURE | frozenset(f"{_ARITHMETIC} {_ELEMENTS_STAY}".split())
+_SAME_ELEMENTS = frozenset(f"{_STRUCTURE} {_ARITHMETIC} {_ELEMENTS_STAY}".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,26 +381,14 @@ def split_merged_names(name: str) -> tuple[str, ...]:
     >>> split_merged_names("jit(f)/a/add;jit(f)/mul")
     ('jit(f)/a/add', 'jit(f)/mul')
     """
-    whole = _split(name, ";")
+    whole = [*split_text(name, ";")]
     if len(whole) > 1:
         return tuple(one for part in whole for one in split_merged_names(part))
     for found in re.finditer(r"(?:^|/)\(", name):
         # What stands between the bracket and the one that closes it.
-        inside = _split(name[found.end() :], ")")[0]
-        parts = _split(inside, ":")
+        inside = next(split_text(name[found.end() :], ")"))
+        parts = [*split_text(inside, ":")]
         if len(parts) > 1:
             before, behind = name[: found.end() - 1], name[found.end() + len(inside) + 1 :]
             return tuple(o for part in parts for o in split_merged_names(before + part + behind))
     return (name,)
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators that are not in brackets."""
-    parts, depth = [""], 0
-    for character in text:
-        if character == separator and depth == 0:
-            parts.append("")
-            continue
-        depth += (character == "(") - (character == ")")
-        parts[-1] += character
-    return parts

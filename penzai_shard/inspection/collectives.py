@@ -221,11 +221,10 @@ class CollectiveReport(HasReport):
 
     def report(self) -> Report:
         """The collectives as a table: a row for each layer, kind, mesh axis and phase."""
+        key = ("layer", "collective", "mesh axes", "phase")
         columns = (
             Column("layer", "path"),
-            Column("collective"),
-            Column("mesh axes"),
-            Column("phase"),
+            *map(Column, key[1:]),
             Column("moves"),
             Column("times", "count"),
             Column("payload", "bytes"),
@@ -233,8 +232,8 @@ class CollectiveReport(HasReport):
             Column("remark", "detail"),
         )
         rows = [
-            (*key[:-1], *(dataclasses.astuple(total) if total.count else (None,) * 3), key[-1])
-            for key, total in self._add_up(_row_key).items()
+            (*cells, *(dataclasses.astuple(total) if total.count else (None,) * 3), remark)
+            for (*cells, remark), total in self._add_up(_row_key).items()
         ]
         facts = {
             "mesh": dict(self.mesh_sizes),
@@ -243,7 +242,7 @@ class CollectiveReport(HasReport):
             "wire_bytes_with_reduce_scatters": self.wire_bytes_with_reduce_scatters,
             "unknown_times": len(self.unknown_times),
         }
-        key, notes = ("layer", "collective", "mesh axes", "phase"), [*self._notes()]
+        notes = [*self._notes()]
         report = Report("Collectives", "", columns, rows, notes, facts=facts, key=key)
         return dataclasses.replace(report, verdict=self._verdict(report))
 

@@ -64,8 +64,8 @@ class AheadReport(HasReport):
     compiler: str
     memory: MemoryReport
     program: CompiledStep | None
-    exact: str = ""
-    estimated: str = ""
+    exact: str
+    estimated: str
 
     @property
     def collectives(self) -> CollectiveReport | None:

@@ -110,7 +110,7 @@ def mesh_axes(
     >>> mesh_axes(((0, 1), (2, 3)), (("data", 2), ("model", 2)))
     (('model',), 'model')
     >>> mesh_axes(((0, 1), (2, 3)), (("data", 4),))
-    (('data',), 'data (2 of 4, neighbours)')
+    (('data',), 'data (2 of 4, 1 apart)')
     """
     names, shape = [name for name, _ in mesh], [size for _, size in mesh]
     groups = tuple(group for group in groups if len(set(group)) > 1)
@@ -140,9 +140,6 @@ def mesh_axes(
 
 
 def _part_text(steps: Sequence[int], size: int) -> str:
-    """Which part of an axis steps are, ``"2 of 4, neighbours"``."""
-    distances = {b - a for a, b in itertools.pairwise(steps)}
-    if len(distances) > 1:
-        return f"{len(steps)} of {size}, at {', '.join(map(str, steps))}"
-    distance = distances.pop()
-    return f"{len(steps)} of {size}, {'neighbours' if distance == 1 else f'{distance} apart'}"
+    """Which part of an axis steps are, ``"2 of 4, 1 apart"``."""
+    distances = sorted({b - a for a, b in itertools.pairwise(steps)})
+    return f"{len(steps)} of {size}, {' and '.join(map(str, distances))} apart"

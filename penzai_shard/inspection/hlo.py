@@ -29,7 +29,7 @@ _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 # They run a computation once.
-CALLS = frozenset({"fusion", "call", "async-start"})
+_CALLS = frozenset({"fusion", "call", "async-start"})
 _COLLECTIVES = """
     all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all
     reduce-scatter"""
@@ -135,14 +135,10 @@ class Instruction:
         _, found, text = self.rest.partition(f", {key}=")
         if not found:
             return None
-        depth = 0
-        for position, character in enumerate(text):
-            depth += (character in "([{") - (character in ")]}")
-            # The order of devices is a part of the groups along the axes of a mesh.
-            is_comma = depth == 0 and text.startswith(", ", position)
-            if is_comma and not text.startswith(", device_ids=", position):
-                return text[:position]
-        return text
+        parts = split_text(text, ", ")
+        value, order = next(parts), next(parts, "")
+        # The order of devices is a part of the groups along the axes of a mesh.
+        return f"{value}, {order}" if order.startswith("device_ids=") else value
 
 
 class Place(NamedTuple):
@@ -256,7 +252,7 @@ class Program:
                     yield Place(given[0], number)
                 elif caller.opcode == "conditional":
                     yield Place(given[1 + caller.called.index(one.computation)], number)
-                elif caller.opcode in CALLS:
+                elif caller.opcode in _CALLS:
                     yield Place(given[int(one.given)], number)
         elif one.opcode == "get-tuple-element":
             yield Place(operands[0], int(one.attribute("index") or 0))
@@ -265,7 +261,7 @@ class Program:
         elif one.opcode == "while":
             yield Place(self.root(_loop(one, "body")), number)
             yield Place(operands[0], number)
-        elif one.called and one.opcode in (*CALLS, "conditional"):
+        elif one.called and one.opcode in (*_CALLS, "conditional"):
             for name in one.called if number >= self.given_back(one) else ():
                 yield Place(self.root(name), number - self.given_back(one))
         elif one.opcode in _SAME_STRUCTURE:
@@ -333,7 +329,7 @@ class Program:
             for caller in self.callers.get(name, ()):
                 times, is_less = read(caller.computation)
                 is_upper_bound |= is_less or caller.opcode == "conditional"
-                turns = 1 if caller.opcode in (*CALLS, "conditional") else None
+                turns = 1 if caller.opcode in (*_CALLS, "conditional") else None
                 if caller.opcode == "while" and (turns := self.turns(caller)) is not None:
                     turns += name == _loop(caller, "condition")
                 if total is None or times is None or turns is None:
@@ -403,6 +399,18 @@ class Program:
                 return None
             found.add(one.given)
         return int(found.pop()) if len(found) == 1 else None
+
+
+def split_text(text: str, separator: str) -> Iterator[str]:
+    """The parts of a text between separators that are not in brackets."""
+    start = depth = 0
+    for position, character in enumerate(text):
+        if depth == 0 and text.startswith(separator, position):
+            yield text[start:position]
+            start = position + len(separator)
+        else:
+            depth += (character in "([{") - (character in ")]}")
+    yield text[start:]
 
 
 def _loop(one: Instruction, role: str) -> str:

@@ -6,8 +6,8 @@ import random
 import pytest
 
 import penzai_shard as pzs
-from penzai_shard.findings.lint import Finding, lint
-from penzai_shard.findings.set_up import ERRORS
+from penzai_shard.findings.lint import lint
+from penzai_shard.findings.set_up import ERRORS, Finding
 from tests.findings.set_ups import check_fixes, mesh, plain, struct, transformer, weights
 
 D4M2 = mesh(data=4, model=2)

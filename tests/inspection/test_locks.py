@@ -1,5 +1,6 @@
 """What a lock holds, what it compares, and its file; test_seeded_changes has what it finds."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -109,10 +110,10 @@ def test_of_counts_once_what_runs_an_unknown_number_of_times():
 
 def test_of_a_step_compiled_ahead_is_that_of_its_program():
     topology, memory = pzs.Topology("cpu:8"), compiled().memory
-    ahead = AheadReport(topology, "cpu", "jaxlib", memory, compiled())
+    ahead = AheadReport(topology, "cpu", "jaxlib", memory, compiled(), "", "")
     assert pzs.ShardingLock.of(ahead) == pzs.ShardingLock.of(compiled())
     with pytest.raises(pzs.LockError):
-        pzs.ShardingLock.of(AheadReport(topology, "cpu", "jaxlib", memory, None))
+        pzs.ShardingLock.of(dataclasses.replace(ahead, program=None))
 
 
 def test_of_another_process_has_the_same_bytes():
