@@ -26,13 +26,12 @@ from penzai_shard.jax_internals import compiler
 
 # Nothing runs, so code is made quickly. What compilers for CPUs do otherwise than those for
 # accelerators is left out: they join what is to be computed again with what was computed before,
-# compute half precision in float32, sum several gradients in one all-reduce, and order operations
-# to keep many processors busy, whatever that needs of memory.
+# compute half precision in float32, and sum several gradients in one all-reduce. The order of
+# operations is theirs, and so what is held is an estimate.
 OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner,change-op-data-type",
 }
 # What one device sends in a ring of n, as a share of the whole array.
@@ -65,7 +64,7 @@ class Verdict:
         """What takes longest, in seconds, and the sum of what happens at the same time."""
         parts = (
             self.flops / hardware.flops,
-            sending_time(self.sent, hardware.bandwidths(mesh_sizes)),
+            sending_time(self.sent, hardware.bandwidths(mesh_sizes), mesh_sizes),
             2 * self.optimizer / hardware.memory_bandwidth,
         )
         return max(parts), sum(parts)
@@ -88,11 +87,16 @@ def judge(problem: Any, candidate: Any) -> Verdict:
     return Verdict(*read_costs(compiled.text, sizes), held, optimizer)
 
 
-def sending_time(sent: Mapping[str, float], rates: Mapping[str, float]) -> float:
+def sending_time(
+    sent: Mapping[str, float], rates: Mapping[str, float], sizes: Mapping[str, int]
+) -> float:
     """The least time in which all is sent, each part over the links of its mesh axes.
 
-    >>> sending_time({"x": 6.0, "x,y": 2.0}, {"x": 2.0, "y": 2.0})
-    3.0
+    Of what goes over several mesh axes each carries a share, the least of which is that of a ring
+    along it, of arrays that the other axes have reduced to a device's own part before.
+
+    >>> sending_time({"x": 6.0, "x,y": 3.0}, {"x": 2.0, "y": 2.0}, {"x": 2, "y": 2})
+    3.5
     """
     parts = [(axes.split(","), bytes_) for axes, bytes_ in sent.items() if bytes_]
     if not parts:
@@ -106,8 +110,15 @@ def sending_time(sent: Mapping[str, float], rates: Mapping[str, float]) -> float
         for axis in rates
     ]
     whole = [[float(i == number) for i, _ in ways] + [0.0] for number in range(len(parts))]
+    devices = [math.prod(sizes[axis] for axis in axes) for axes, _ in parts]
+    least = [(sizes[axis] - 1) / max(devices[i] - 1, 1) for i, axis in ways]
     solved = optimize.linprog(
-        [0.0] * len(ways) + [1.0], busy, np.zeros(len(busy)), whole, np.ones(len(whole))
+        [0.0] * len(ways) + [1.0],
+        busy,
+        np.zeros(len(busy)),
+        whole,
+        np.ones(len(whole)),
+        bounds=[(share, None) for share in (*least, 0.0)],
     )
     assert solved.success, solved.message
     return float(solved.fun) * unit

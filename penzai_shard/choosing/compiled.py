@@ -23,7 +23,7 @@ from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.attribution import Part
 from penzai_shard.inspection.collectives import wire_bytes
 from penzai_shard.inspection.compiling import make_compiled_step, read_standard_error
-from penzai_shard.inspection.hlo import Program
+from penzai_shard.inspection.hlo import Instruction, Place, Program
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
 from penzai_shard.inspection.memory import make_memory_report
 from penzai_shard.jax_internals import compiler
@@ -104,8 +104,11 @@ def _read_cost(lowered: LoweredStep, program: compiler.Compiled) -> StepCost:
     # With gradients, and what is gathered: a program does not say which is which.
     memory["activations"] = max(held.total - sum(memory.values()), 0)
     sent: dict[Any, float] = collections.defaultdict(float)
+    added = _find_added(compiled.program)
     for one in compiled.collectives.collectives:
         for part in one.parts:
+            if one.name in added and not part.keeps_slice:
+                continue
             # Compilers for CPUs write a reduce-scatter as an all-reduce and a slice.
             kind = "reduce-scatter" if part.keeps_slice else one.kind
             count = wire_bytes(kind, part.payload_bytes, one.group_size) * (one.times or 1)
@@ -131,6 +134,51 @@ def _read_kind(step: LoweredStep, part: Part) -> tuple[str, tuple[Any, ...]]:
     if array is None or array.part != "parameters":
         return "activation", ()
     return "gradient" if is_gradient else "parameter", tuple(array.names or ())
+
+
+# An array that is handed on.
+_HANDED = ("bitcast", "call", "copy", "fusion", "get-tuple-element", "parameter", "tuple")
+
+
+def _find_added(program: Program) -> set[str]:
+    """The all-reduces that are only added to others, the first of which stands for all.
+
+    Compilers for accelerators add before they reduce ("AllReduceReassociate" in XLA), those for
+    CPUs do not. Fusions may hold several copies of an addition.
+    """
+
+    def find_users(place: Place) -> list[Place]:
+        ways = program.walk(program.uses(place), program.uses, _HANDED)
+        return [x for x in ways if x.instruction.opcode not in _HANDED or not program.uses(x)]
+
+    def find_terms(place: Place) -> tuple[Instruction, ...]:
+        """The all-reduces among the same devices of which a value is the sum."""
+        while place.instruction.opcode in _HANDED:
+            near = [*program.sources(place)]
+            if len(near) != 1:
+                return ()
+            (place,) = near
+        one = place.instruction
+        if one.opcode == "all-reduce" and len(one.results) == 1:
+            return (one,)
+        parts = [find_terms(x) for x in program.sources(place)] if one.opcode == "add" else [()]
+        terms = tuple(itertools.chain(*parts))
+        is_one_sum = len({x.attribute("replica_groups") for x in terms}) == 1
+        return terms if is_one_sum and all(parts) else ()
+
+    def find_sums(place: Place) -> set[tuple[Instruction, ...]]:
+        """The largest sums that a value goes into."""
+        users = find_users(place)
+        if users and all(find_terms(user) for user in users):
+            return set().union(*map(find_sums, users))
+        return {find_terms(place)}
+
+    found = set()
+    for one in program:
+        sums = find_sums(Place(one)) if one.opcode == "all-reduce" else set()
+        if len(sums) == 1 and sums != {()} and one not in {terms[0] for terms in sums}:
+            found.add(one.name)
+    return found
 
 
 def _count_flops(program: Program) -> float:

@@ -1,5 +1,6 @@
 """Says how fast devices are, by name, and how long a step takes on them at least."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -284,6 +285,28 @@ class StepTime(NamedTuple):
         return max(self[:3]) if self.overlaps else self.total
 
 
+def share_out(
+    sent: Mapping[tuple[str, ...], float], mesh_sizes: Mapping[str, int]
+) -> dict[tuple[str, ...], float]:
+    """The bytes that go over single mesh axes at least, and the rest, which may go over several.
+
+    Of what is summed or gathered over several mesh axes each carries a part. It is least where the
+    others come first, as in hierarchical collectives: of ``n`` devices, ``a`` of them along that
+    axis, the part ``(a - 1) / (n - 1)``.
+
+    >>> share_out({("data", "model"): 7.0}, {"data": 4, "model": 2})
+    {('data',): 3.0, ('model',): 1.0, ('data', 'model'): 3.0}
+    """
+    found = collections.defaultdict[tuple[str, ...], float](float)
+    for axes, count in sent.items():
+        others = max(math.prod(mesh_sizes[axis] for axis in axes) - 1, 1)
+        parts = [count * (mesh_sizes[axis] - 1) / others for axis in axes if len(axes) > 1]
+        for axis, part in zip(axes, parts, strict=False):
+            found[axis,] += part
+        found[axes] += count - sum(parts)
+    return dict(found)
+
+
 def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardware) -> StepTime:
     """How long a step takes at least.
 
@@ -302,14 +325,14 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     >>> time.compute, time.send, time.update, time.bound
     (1.0, 1.0, 0.02, 1.0)
     """
-    rates = hardware.bandwidths(mesh_sizes)
+    rates, shares = hardware.bandwidths(mesh_sizes), share_out(cost.traffic, mesh_sizes)
     by_mesh_axis = dict.fromkeys(mesh_sizes, 0.0)
-    for axes, sent in cost.traffic.items():
+    for axes, sent in shares.items():
         for axis in axes:
             by_mesh_axis[axis] += sent / sum(rates[each] for each in axes)
     return StepTime(
         cost.flops / hardware.flops,
-        topologies.least_time(cost.traffic, mesh_sizes, rates),
+        topologies.least_time(shares, mesh_sizes, rates),
         2 * cost.memory.get("optimizer", 0.0) / hardware.memory_bandwidth,
         by_mesh_axis,
         hardware.overlaps,
