@@ -58,12 +58,12 @@ class _Program:
 
         given = options[0].fill(options[1])
         run.__name__ = run.__qualname__ = given["name"]
-        settings: dict[str, Any] = {"donate_argnums": 1} if given["donate_argument"] else {}
-        if given["in_shardings"] is not None:
-            settings["in_shardings"] = (None, given["in_shardings"], None, None)
-        if given["out_shardings"] is not None:
-            settings["out_shardings"] = (given["out_shardings"], None)
-        self._run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **settings)
+        self._run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(
+            run,
+            in_shardings=(None, given["in_shardings"], None, None),
+            out_shardings=(given["out_shardings"], None),
+            donate_argnums=(1,) if given["donate_argument"] else (),
+        )
         self._is_spread, self._signatures = False, 0
         self.assigns: bool | None = None
 

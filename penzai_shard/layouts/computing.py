@@ -52,9 +52,7 @@ def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule]) -> list[Any]:
         free = tuple(axis for axis in rule.mesh_axes if axis not in manual)
         if isinstance(rule.logical_axis, str):
             pairs.append((rule.logical_axis, free[0] if len(free) == 1 else free or None))
-    contexts: list[Any] = []
-    if not manual:
-        contexts.append(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+    contexts: list[Any] = [] if manual else [jax.sharding.use_abstract_mesh(mesh.abstract_mesh)]
     if flax is not None:
         contexts.append(flax.logical_axis_rules(tuple(pairs)))
         if linen := sys.modules.get("flax.linen"):

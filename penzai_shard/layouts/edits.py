@@ -95,17 +95,15 @@ class RecipeMaker:
         if find_matches(model, (GatherParameters, ConstrainActivations, ShardMapped)):
             what, fix = "it is in a layout already", "Write layout.recipe(strip(model), mesh)."
             raise RuleTypeError(_HEADLINE, [Problem("", what, fix)])
-        edits = Recipe()
         if not self._has_layers:
             self._check_rest()
-        else:
-            tables = self.found.tables
-            if layout.manual:
-                rules = tables["compute"] | tables["parameters"]
-                edits = manual_fsdp(self._find_place(_BLOCKS), self.mesh, rules)
-            else:
-                edits = Recipe(*self._edit_layers())
+            edits = Recipe()
+        elif layout.manual:
+            rules = self.found.tables["compute"] | self.found.tables["parameters"]
+            edits = manual_fsdp(self._find_place(_BLOCKS), self.mesh, rules)
             edits = Recipe(edits, *self._edit_vocabulary())
+        else:
+            edits = Recipe(*self._edit_layers(), *self._edit_vocabulary())
         if layout.precision is not None:
             if not is_layer(model):
                 what = f"the {type(model).__name__} is no layer, so that nothing says what to cast"
@@ -155,13 +153,13 @@ class RecipeMaker:
     @functools.cached_property
     def _flows(self) -> tuple[Any, Any]:
         """How activations lie inside of layers, and between them, if not so."""
-        # Tokens have none of the axes of parameters, which is no mistake.
-        tables = (self.found.tables.get(name) for name in ("compute", "between_blocks"))
-        inside, between = (
-            table and [dataclasses.replace(rule, for_activations=True) for rule in table.rules]
-            for table in tables
-        )
-        return AxisRules(inside), None if between is None else AxisRules(between)
+
+        def read(table: AxisRules) -> AxisRules:
+            # Tokens have none of the axes of parameters, which is no mistake.
+            return AxisRules([dataclasses.replace(x, for_activations=True) for x in table.rules])
+
+        between = self.found.tables.get("between_blocks")
+        return read(self.found.tables["compute"]), between and read(between)
 
     @property
     def _vocabulary(self) -> tuple[Any, ...]:
@@ -181,12 +179,11 @@ class RecipeMaker:
     def _gathering(self) -> dict[str, Any] | None:
         """The options of ``GatherParameters``; None if parameters are used as they are stored."""
         options: dict[str, Any] = {"on_indivisible": "replicate", "on_unnamed": "replicate"}
-        rules = [self.found.tables[name] for name in ("parameters", "compute")]
-        stored, used = (
-            examine(self.model, arguments.read("Layout.recipe", self.mesh, own, **options))[0]
-            for own in rules
-        )
-        if [leaf.spec for leaf in stored.leaves] == [leaf.spec for leaf in used.leaves]:
+        specs = []
+        for name in ("parameters", "compute"):
+            request = arguments.read("Layout", self.mesh, self.found.tables[name], **options)
+            specs.append([leaf.spec for leaf in examine(self.model, request)[0].leaves])
+        if specs[0] == specs[1]:
             return None
         gathering: dict[str, Any] = {"rules": self._flows[0]}
         # Where the batch is split over all devices, gradients may be scattered while they are
@@ -196,7 +193,7 @@ class RecipeMaker:
             gathering["gradients_as_used"] = False
         if self.layout.precision is not None:
             # What is cast on the way is gathered after the cast, in fewer bytes.
-            gathering["stored"] = rules[0]
+            gathering["stored"] = self.found.tables["parameters"]
         return gathering
 
     # Blocks and regions

@@ -29,7 +29,7 @@ from penzai_shard.placement.sharded_init import abstract_model, sharded_init
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import make_plan
-from penzai_shard.rules import AxisRules
+from penzai_shard.rules import IDENTITY, AxisRules
 from penzai_shard.surgery.recipe import Recipe
 from penzai_shard.training.batches import shard_batch
 from penzai_shard.training.step import build_train_step_fn
@@ -360,11 +360,10 @@ class Layout(LayoutPresets, LayoutFiles):
 
 def _find_whole(plan: ShardingPlan) -> list[str]:
     """Warns of arrays that the mesh does not divide, if much of the memory is theirs."""
-    largest = [rule for rule in plan.rules.rules if rule.logical_axis is None]
-    parts = specs.part_count(largest[0].mesh_axes, plan.mesh.shape) if largest else 1
+    rule = next((rule for rule in plan.rules.rules if rule.logical_axis is None), IDENTITY)
+    parts = specs.part_count(rule.mesh_axes, plan.mesh.shape)
     if parts == 1:
         return []
-    rule = largest[0]
 
     def is_whole(leaf: Any) -> bool:
         is_large = leaf.shape and math.prod(leaf.shape) >= rule.min_size

@@ -137,14 +137,22 @@ class _Planner:
         if leaf.dtype is None:
             what = f"a {type(leaf.value).__name__} stands where an array should be"
             return _WHOLE, "", [Problem("", what, "Give arrays or their shapes.", "unreadable")]
-        if leaf.statistic is not None and leaf.names is not None:
-            return self._as_parameter(leaf)
-        if leaf.names is not None:
-            decision = self._decide(leaf.names, leaf.shape)
-            is_named = any(name is not None for name in leaf.names)
-            reason = decision.reason if is_named else "its dimensions have no names: replicated"
-            return decision.spec, reason, decision.problems
-        return self._decide_unnamed(leaf)
+        is_free = self.splits_unnamed and leaf.shape and not is_key_type(leaf.dtype)
+        if leaf.names is None and not is_free:
+            return self._decide_unnamed(leaf)
+        statistic = leaf.statistic
+        if statistic is not None and statistic.kept is not None:
+            # It lies as the dimensions of its parameter that it has.
+            decision = self._decide(statistic.names, statistic.sizes)
+            axes = [() if dim is None else decision.mesh_axes[dim] for dim in statistic.kept]
+            return specs.canonical(axes), f"as its parameter: {decision.reason}", decision.problems
+        decision = self._decide(leaf.names, leaf.shape)
+        reason = decision.reason
+        if leaf.names is None:
+            reason = f"no names: {reason}"
+        elif all(name is None for name in leaf.names):
+            reason = "its dimensions have no names: replicated"
+        return decision.spec, reason, decision.problems
 
     def plan(self, leaf: Leaf, spec: PartitionSpec | None, reason: str) -> LeafPlan:
         """The row of the plan for one array."""
@@ -154,27 +162,12 @@ class _Planner:
             size = specs.bytes_per_device(spec or _WHOLE, leaf.shape, itemsize(dtype), self.sizes)
         return LeafPlan(leaf.path, leaf.names, leaf.shape, dtype, spec, sharding, reason, size)
 
-    def _decide(self, names: Any, shape: tuple[int, ...]) -> Decision:
+    def _decide(self, names: Any, shape: Any) -> Decision:
         return decide(self.rules, names, shape, self.items, self.request.on_indivisible)
 
-    def _as_parameter(self, leaf: Leaf) -> tuple[PartitionSpec, str, Sequence[Problem]]:
-        """A statistic lies as the dimensions of its parameter that it has."""
-        statistic = leaf.statistic
-        assert statistic is not None
-        assert statistic.sizes is not None
-        decision = self._decide(statistic.names, statistic.sizes)
-        spec = specs.canonical(
-            () if dim is None else decision.mesh_axes[dim] for dim in statistic.kept or ()
-        )
-        return spec, f"as its parameter: {decision.reason}", decision.problems
-
     def _decide_unnamed(self, leaf: Leaf) -> tuple[PartitionSpec | None, str, Sequence[Problem]]:
+        """An array that no rule can split."""
         mode, statistic = self.request.on_unnamed, leaf.statistic
-        if self.splits_unnamed and leaf.shape and not is_key_type(leaf.dtype):
-            if statistic is not None and statistic.kept is not None:
-                return self._as_parameter(leaf)
-            decision = self._decide(None, leaf.shape)
-            return decision.spec, f"no names: {decision.reason}", decision.problems
         if mode == "infer":
             return None, "no names: left to JAX", ()
         if not leaf.shape:

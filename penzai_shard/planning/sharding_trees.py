@@ -4,7 +4,6 @@ Arrays with equal names and sizes share one result, so that the work for each is
 fast loop knows exact types only; all else, and every problem, is left to a plan.
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -62,10 +61,9 @@ def name_to_name_sharding(
     >>> shardings["one"].data_array.spec, shardings["two"].data_array.spec
     (P('bar', 'foo'), P('bar',))
     """
+    on_unnamed = "infer" if ignore_unnamed_arrays else on_unnamed
     options = axis_name_to_mesh_name, on_indivisible, on_unnamed
     request = arguments.read("name_to_name_sharding", mesh, rules, *options)
-    if ignore_unnamed_arrays:
-        request = dataclasses.replace(request, on_unnamed="infer")
     if as_shape_dtype_struct:
         return plan_tree(tree, request).restore_structs()
     try:
