@@ -72,7 +72,7 @@ def follow_flows(set_up: SetUp, batch: Any) -> Flows:
             with warnings.catch_warnings(action="ignore"):
                 model = set_up.layout.recipe(model, set_up.mesh).apply(model)
         except ShardingError as error:
-            findings += [Finding("misfit", "layout", x.what, x.fix) for x in error.problems]
+            findings += [Finding("layout", x.what, x.fix, "misfit") for x in error.problems]
     matches = find_matches(model, _LAYING_OUT, "inner first")
     by_path = [(match.path, pin) for match in matches for pin in _pins(match.before)]
     pins = [pin for _, pin in by_path]
@@ -158,7 +158,7 @@ def _find_other_meshes(mesh: Any, by_path: Iterable[tuple[str, _Pin]]) -> Iterat
         if not same_devices(pin.mesh, mesh):
             what = f"this {pin.kind} is for the mesh ({mesh_text(pin.mesh)}), and the model is "
             fix = f"Write mesh=make_mesh({dict(mesh.shape)})."
-            yield Finding("other mesh", path, f"{what}laid over ({mesh_text(mesh)})", fix)
+            yield Finding(path, f"{what}laid over ({mesh_text(mesh)})", fix, "other mesh")
 
 
 def _find_idle(pin: _Pin, path: str, present: set[Any], known: set[Hashable]) -> Iterator[Finding]:
@@ -171,7 +171,7 @@ def _find_idle(pin: _Pin, path: str, present: set[Any], known: set[Hashable]) ->
         if rule.mesh_axes and not is_of_preset and rule.logical_axis not in there:
             what = f"rule {rule} of this {pin.kind} names no logical axis of what flows through "
             fix = f"Write {near[rule]!r} in place of {rule.logical_axis!r}." if rule in near else ""
-            yield Finding("idle constraint", path, f"{what}it, which are {names}", fix)
+            yield Finding(path, f"{what}it, which are {names}", fix, "idle constraint")
 
 
 # The batch
@@ -225,7 +225,7 @@ def _find_whole_batches(
     for array in arrays:
         for own in array.decision.problems if array.decision else ():
             what = f"of {leaf_text(array.leaf)}, {own.what}"
-            yield Finding(own.kind, array.leaf.path, what, own.fix)
+            yield Finding(array.leaf.path, what, own.fix, own.kind)
 
     table, sizes = set_up.of_activations, set_up.mesh.shape
     # Along a mesh axis of which parameters are only gathered, devices are to compute examples.
@@ -248,7 +248,7 @@ def _find_whole_batches(
             what += f"and nothing that flows is split over mesh axis {free[0]!r}"
             changed = AxisRules({name: free[0]}) | set_up.given[table]
             fix = set_up.offer(table, changed) if array.decision else ""
-            yield Finding("whole batch", array.leaf.path, what, fix)
+            yield Finding(array.leaf.path, what, fix, "whole batch")
 
 
 # Following
@@ -320,7 +320,7 @@ class _Follower:
         gathers = all(old.get(name, ())[: len(axes)] == axes for name, axes in new.items())
         if not keeps and not gathers:
             what = f"it directly follows a constraint by {old}, which it undoes by {new}"
-            self.findings.append(Finding("contradiction", call.place, what))
+            self.findings.append(Finding(call.place, what, kind="contradiction"))
 
     # Conflicts
 
@@ -368,7 +368,7 @@ class _Follower:
                 pin = f"constrain_blocks({place}, mesh, {{{other!r}: {axis!r}}})"
                 fix = f"Write model={pin}.apply(model)."
             for _, row in meetings.values():
-                yield Finding("conflict", row.path, what, fix)
+                yield Finding(row.path, what, fix, "conflict")
 
 
 def _block_of(call: Call) -> str:

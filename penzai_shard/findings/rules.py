@@ -60,7 +60,7 @@ def find_problems(set_up: SetUp) -> Iterator[Finding]:
         if (path := table_path(table)) in unknown:
             renamed[path] = set_up.offer(table, _rename_mesh_axes(set_up, table))
     for own in set_up.problems:
-        yield Finding(own.kind, own.path, own.what, renamed.get(own.path) or own.fix)
+        yield Finding(own.path, own.what, renamed.get(own.path) or own.fix, own.kind)
 
 
 def _rename_mesh_axes(set_up: SetUp, table: str) -> list[Rule]:
@@ -107,7 +107,7 @@ def find_unused(set_up: SetUp, known: Collection[Hashable]) -> Iterator[Finding]
             instead = [dataclasses.replace(rule, logical_axis=meant)] if meant else []
             own = [[other] if other != rule else instead for other in set_up.given[table].rules]
             fix = set_up.offer(table, itertools.chain.from_iterable(own)) if known else ""
-            yield Finding("unused", path, what, fix)
+            yield Finding(path, what, fix, "unused")
         # The names of a preset are alternatives.
         presets = [rule for rule in rules.rules if rule.optional]
         for axes in dict.fromkeys(rule.mesh_axes for rule in presets):
@@ -115,7 +115,7 @@ def find_unused(set_up: SetUp, known: Collection[Hashable]) -> Iterator[Finding]
             if known and {*given}.isdisjoint(known):
                 what = f"no logical axis is one of {given}, to be split over {axes}; "
                 what += f"there are {names}"
-                yield Finding("unused", path, what, "Name those that are to be split.")
+                yield Finding(path, what, "Name those that are to be split.", "unused")
 
 
 # Waste
@@ -145,7 +145,7 @@ def find_waste(
     for axis, size in set_up.mesh.shape.items():
         if size > 1 and axis not in used | set_up.stored_axes:
             what = f"nothing is split over mesh axis {axis!r}: {size} devices each hold and compute"
-            yield Finding("idle mesh axis", "mesh", f"{what} the same")
+            yield Finding("mesh", f"{what} the same", kind="idle mesh axis")
 
 
 def _find_whole_arrays(set_up: SetUp, of_flows: set[str], min_bytes: int) -> Iterator[Finding]:
@@ -171,7 +171,7 @@ def _find_whole_arrays(set_up: SetUp, of_flows: set[str], min_bytes: int) -> Ite
                 what = f"whole over mesh axis {axis!r} ({sizes[axis]}){why}"
                 fix = "" if name is None else offer(table, name, axis)
                 saved = row.bytes_per_device - row.bytes_per_device // sizes[axis]
-                yield Finding("under-sharded", row.path, what, fix, saved)
+                yield Finding(row.path, what, fix, "under-sharded", saved)
                 break
 
 

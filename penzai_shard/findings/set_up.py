@@ -27,46 +27,39 @@ _MOST_PATHS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(Problem):
     """One thing that is probably a mistake or a waste.
 
     Attributes:
+        path: Where: the paths of arrays, a layer, ``"rules"``, ``"layout.compute"``, ``"batch"``.
+        what: One sentence of fact, without the path and without a full stop.
+        fix: What to write instead, with its full stop; ``""`` where that is not evident.
         kind: What code may branch on. Plans fail: ``"unreadable"``, ``"unknown"``, ``"taken"``,
             ``"indivisible"``, ``"unnamed"``, ``"misfit"``. The model cannot be called:
             ``"uncallable"``. Rules: ``"unused"``, ``"under-sharded"``, ``"idle mesh axis"``. What
             flows: ``"whole batch"``, ``"conflict"``. Layers that lay out: ``"idle constraint"``,
             ``"contradiction"``, ``"other mesh"``.
-        path: Where: the paths of arrays, a layer, ``"rules"``, ``"layout.compute"``, ``"batch"``.
-        what: One sentence of fact, without the path and without a full stop.
-        fix: What to write instead, with its full stop; ``""`` where that is not evident.
         wasted_bytes: What each device holds in vain.
         paths: The arrays or layers that it concerns, if there are several.
 
-    >>> print(Finding("whole batch", "batch", "each device computes all of it", "Split it."))
+    >>> print(Finding("batch", "each device computes all of it", "Split it.", "whole batch"))
     batch: each device computes all of it. Split it.
     """
 
-    kind: str
-    path: str
-    what: str
-    fix: str = ""
     wasted_bytes: int = 0
     paths: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return str(Problem(self.path, self.what, self.fix))
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say the same of several places as one."""
     alike: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
-        alike.setdefault((one.kind, one.what, one.fix), []).append(one)
+        alike.setdefault((one.what, one.fix, one.kind), []).append(one)
     folded = []
-    for (kind, what, fix), members in alike.items():
+    for sentences, members in alike.items():
         paths = tuple(dict.fromkeys(one.path for one in members))
         wasted, several = sum(one.wasted_bytes for one in members), paths if len(paths) > 1 else ()
-        folded.append(Finding(kind, paths_text(paths, _MOST_PATHS), what, fix, wasted, several))
+        folded.append(Finding(paths_text(paths, _MOST_PATHS), *sentences, wasted, several))
     return folded
 
 

@@ -145,7 +145,7 @@ def _read_failure(call: Call | None, error: Exception, batch: Any) -> Iterator[F
         problems = [Problem("", f"{type(error).__name__}: {said}", fix)]
     for own in problems:
         what = f"{which} cannot be called: {own.what}"
-        yield Finding(own.kind or "uncallable", place, what, own.fix)
+        yield Finding(place, what, own.fix, own.kind or "uncallable")
 
 
 def leaf_text(leaf: Leaf) -> str:
