@@ -1,8 +1,8 @@
 """Compiles a program in another process, for devices that need not be there.
 
-XLA fixes the number of simulated devices when it starts, and compilers for TPUs and GPUs read their
-settings from the environment; so the caller's JAX, devices and environment stay as they are. This
-module is both sides: the child answers one request, and ends with its parent, however that ends.
+Compilers for TPUs and GPUs read their settings from the environment, and may end the process that
+they are in; so the caller's JAX, devices and environment stay as they are. This module is both
+sides: the child answers one request, and ends with its parent, however that ends.
 """
 
 import math
@@ -20,10 +20,9 @@ from jax.experimental.topologies import get_topology_desc
 
 from penzai_shard.errors import CompilationError, Problem
 from penzai_shard.inspection.topologies import SLICES, Topology
-from penzai_shard.jax_internals.compiler import Compiled, compile_bytecode
+from penzai_shard.jax_internals.compiler import Compiled, compile_bytecode, simulated_devices
 from penzai_shard.meshes import AnyMesh
 
-_SIMULATED = "xla_force_host_platform_device_count"
 # Variables that ask for devices that are here, or for a share of them.
 _PRESENT_DEVICES = re.compile(
     r"JAX_(NUM_CPU_DEVICES|PLATFORM_NAME)|(?!TPU_LIBRARY_PATH$)TPU_.*|CLOUD_TPU_.*|MEGASCALE_.*"
@@ -131,9 +130,6 @@ def _environment(topology: Topology) -> dict[str, str]:
     kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
     # Else XLA's warnings, which are read, might be switched off.
     kept["TF_CPP_MIN_LOG_LEVEL"] = "1"
-    if topology.platform == "cpu":
-        # Of a flag that is named twice the last counts.
-        kept["XLA_FLAGS"] = f"{kept.get('XLA_FLAGS', '')} --{_SIMULATED}={topology.device_count}"
     return kept | _FOR_TPUS if topology.platform == "tpu" else kept
 
 
@@ -175,7 +171,7 @@ def read_needed_memory(message: str) -> tuple[int, int] | None:
 def _find_devices(topology: Topology) -> list[Any]:
     """Simulated devices, or descriptions of others as JAX has them in a real run."""
     if topology.platform == "cpu":
-        return list(jax.devices("cpu"))
+        return simulated_devices(topology.device_count)
     name, options = topology.name, dict[str, Any]()
     if topology.platform == "cuda":
         hosts, gpus = (1, *topology.shape)[-2:]

@@ -215,11 +215,11 @@ class Topology:
         """
         count = math.prod(mesh_sizes.values())
         if count != self.device_count:
-            problems = Problems(f"{self.name!r} does not carry mesh ({mesh_text(mesh_sizes)}):")
             what = f"the mesh has {count:,} devices, and the topology {self.device_count:,}"
             fix = f"Choose sizes whose product is {self.device_count:,}."
-            problems.add("", what, _topology_fix(self.kind, count) or fix)
-            problems.raise_if_any(MeshError)
+            problem = Problem("", what, _topology_fix(self.kind, count) or fix)
+            headline = f"{self.name!r} does not carry mesh ({mesh_text(mesh_sizes)}):"
+            raise MeshError(headline, [problem])
 
 
 def _shape_text(shape: Sequence[int]) -> str:
