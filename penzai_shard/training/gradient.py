@@ -82,26 +82,23 @@ def run_loss(
     inside, outside = (shardings.moments, {}) if not call.manual_axes else ({}, shardings.moments)
 
     def run(state: TrainState, inputs: Any, gather: Any = dict) -> Any:
-        trained = state.trained_arrays
+        wanted = state.trained_arrays if with_grads else {}
 
-        def find_loss(trained: Any, *given: Any) -> Any:
-            total, found = _call_loss(call, state, gather(trained), *given)
+        def find_loss(wanted: Any, *given: Any) -> Any:
+            total, found = _call_loss(call, state, gather(state.trained_arrays | wanted), *given)
             # Of a loss that is the same on all devices each has its own.
             return vary_over(total, call.manual_axes), found
 
         def run_one(*given: Any) -> Any:
-            if not with_grads:
-                total, (weight, *others) = find_loss(trained, *given)
-                return (total, weight, {}), *others
-            (total, found), gradients = jax.value_and_grad(find_loss, has_aux=True)(trained, *given)
+            (total, found), gradients = jax.value_and_grad(find_loss, has_aux=True)(wanted, *given)
             weight, *others = found
             return (total, weight, _pin(gradients, inside)), *others
 
         # Sums of many small numbers lose too much below 32 bits.
         zeros = {
             path: jnp.zeros(array.shape, jnp.promote_types(array.dtype, jnp.float32))
-            for path, array in trained.items()
-            if with_grads and call.accumulate_steps > 1
+            for path, array in wanted.items()
+            if call.accumulate_steps > 1
         }
         return _run_microbatches(call, run_one, _pin(zeros, inside), state, inputs)
 
@@ -114,8 +111,8 @@ def run_loss(
     gradients = _pin(gradients, outside)
     if weight is not None:
         loss = loss / weight
-        for path, array in state.trained_arrays.items() if with_grads else ():
-            gradients[path] = (gradients[path] / weight).astype(array.dtype)
+        for path, gradient in gradients.items():
+            gradients[path] = (gradient / weight).astype(state.trained_arrays[path].dtype)
     return loss, gradients, carry, aux
 
 
