@@ -297,23 +297,31 @@ class _Traffic:
 
     def _is_added(self, value: int, axes: tuple[str, ...]) -> bool:
         """Whether a sum is only added to another one, which compilers do before they sum both."""
-        users = self._program.users
-        while [user.kind for user in users[value]] == [_ADD]:
-            (added,) = users[value]
-            if not all(self._is_sum(operand, axes) for operand in added.operands):
+        while [user.kind for user in self._find_users(value)] == [_ADD]:
+            (added,) = self._find_users(value)
+            operands = [self._find_origin(operand) for operand in added.operands]
+            if not all(self._is_sum(operand, axes) for operand in operands):
                 return False
-            if value != added.operands[0]:
+            if value != operands[0]:
                 return True
             (value,) = added.results
         return False
 
     def _is_sum(self, value: int, axes: tuple[str, ...]) -> bool:
         maker = self._program.makers.get(value)
-        if maker is None or len(self._program.users[value]) > 1:
+        if maker is None or len(self._find_users(value)) > 1:
             return False
         if maker.kind == _ADD:
-            return all(self._is_sum(operand, axes) for operand in maker.operands)
+            operands = map(self._find_origin, maker.operands)
+            return all(self._is_sum(operand, axes) for operand in operands)
         return maker.kind == _REDUCE and maker.mesh_axes == axes
+
+    def _find_users(self, value: int) -> list[Operation]:
+        """What takes a value, or the one other form of it."""
+        users = self._program.users[value]
+        while len(users) == 1 and users[0].kind in _FORM and len(users[0].results) == 1:
+            users = self._program.users[users[0].results[0]]
+        return users
 
     def _find_cuts(self, value: int) -> set[str]:
         """The mesh axes of which every use of a sum takes one device's part."""
