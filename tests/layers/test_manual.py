@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
@@ -32,8 +31,3 @@ def test_fold_rng_over_axis_numbers():
     stream = draw(key, "data", pz.RandomStream.from_base_key)
     for numbers in (stream, draw(jax.random.PRNGKey(0), "data")):
         assert [len(set(numbers[:, 0])), len(set(numbers[0]))] == [4, 1]
-
-
-def test_fold_rng_over_axis_refuses_an_axis_that_is_not_manual():
-    with pytest.raises(NameError, match="data"):
-        pzs.fold_rng_over_axis(jax.random.key(0), "data")

@@ -13,6 +13,7 @@ from penzai.models.transformer import model_parts, sampling_mode
 
 import penzai_shard as pzs
 from tests.models import llama, mlp_v1
+from tests.refusals import problems_of
 
 SQUARE = pzs.make_mesh({"data": 2, "model": 2, "other": 2})
 MESH, EXPLICIT = (pzs.make_mesh({"data": 4, "model": 2}, explicit=e) for e in (False, True))
@@ -76,10 +77,9 @@ def check_equal(found, expected, tolerance=1e-5):
 
 def refuse(layer, x=X, error=pzs.ManualRegionError):
     """The problems of a layer that is refused when it is traced."""
-    with pytest.raises(error) as caught:
-        jax.eval_shape(lambda: layer(x))
-    assert all(problem.fix for problem in caught.value.problems)
-    return caught.value.problems
+    problems = problems_of(error, jax.eval_shape, lambda: layer(x))
+    assert all(problem.fix for problem in problems)
+    return problems
 
 
 # Values and gradients

@@ -14,7 +14,7 @@ from flax import nnx
 
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
-from tests.layouts.transformers import count_collectives, make_tokens
+from tests.layouts.transformers import count_collectives, make_tokens, train
 from tests.models import MODELS, hax
 from tests.training.losses import LOSSES
 
@@ -151,23 +151,14 @@ LAYOUTS = {
 }
 
 
-def train(build, loss_fn, name, **batch):
-    layout, sizes = LAYOUTS[name]
-    mesh = pzs.make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
-    options = {"optimizer": optax.adamw(1e-2), "rng": jax.random.key(1)}
-    options |= {"on_unnamed": "replicate", "step_metrics": ["loss"]}
-    state, step = layout.build(build, mesh=mesh, loss_fn=loss_fn, **options)
-    batch = layout.shard_batch(batch, mesh, first_axis="batch")
-    compiled, losses = step.lower(state, **batch).compile(), []
-    for _ in range(3):
-        state, aux = step(state, **batch)
-        losses.append(float(aux["loss"]))
-    return losses, state, compiled
+def run_layout(name, build, loss_fn, **batch):
+    found = train(*LAYOUTS[name], build, batch, loss_fn=loss_fn, on_unnamed="replicate")
+    return found.losses, found.state, found.compiled
 
 
 @functools.cache
 def run(library, name):
-    return train(*TRANSFORMERS[library], name, tokens=make_tokens())
+    return run_layout(name, *TRANSFORMERS[library], tokens=make_tokens())
 
 
 @pytest.mark.filterwarnings("ignore:jax:DeprecationWarning:haliax")
@@ -200,12 +191,12 @@ def build_nnx_mlp():
 def test_what_has_no_known_blocks_moves_parameters_and_gradients_only(library, name):
     loss_fn, x = LOSSES[library]
     build = build_nnx_mlp if library == "nnx" else MODELS[library]
-    losses, state, compiled = train(build, loss_fn, name, x=x)
-    one, _, _ = train(build, loss_fn, "one device", x=x)
+    losses, state, compiled = run_layout(name, build, loss_fn, x=x)
+    one, _, _ = run_layout("one device", build, loss_fn, x=x)
     np.testing.assert_allclose(losses, one, rtol=1e-5)
     matrices = [x for x in state.trained_arrays.values() if x.ndim == 2]
     split = sum(x.size for x in matrices if not x.sharding.is_fully_replicated)
-    assert split and count_elements(compiled, "all-gather") == split
+    assert count_elements(compiled, "all-gather") == split > 0
     # Gradients are reduced once, within data and over replicas of a part.
     reduced = count_elements(compiled, "all-reduce|reduce-scatter|all-to-all|collective-permute")
     ways = 1 if name == "fully_sharded" else 1 + 1 / 4
@@ -224,8 +215,8 @@ def test_models_that_pin_their_own_activations_are_left_to_the_compiler(library)
 @pytest.mark.parametrize("library", ["equinox", "plain"])
 def test_arrays_without_names_are_split_if_asked(library):
     loss_fn, x = LOSSES[library]
-    losses, state, _ = train(MODELS[library], loss_fn, "unnamed", x=x)
-    one, _, _ = train(MODELS[library], loss_fn, "one device", x=x)
+    losses, state, _ = run_layout("unnamed", MODELS[library], loss_fn, x=x)
+    one, _, _ = run_layout("one device", MODELS[library], loss_fn, x=x)
     np.testing.assert_allclose(losses, one, rtol=1e-5)
     assert any(array.sharding.spec != jax.P() for array in state.trained_arrays.values())
 
@@ -246,7 +237,7 @@ def test_gathering_is_for_evaluations():
     loss_fn, x = LOSSES["plain"]
     layout, sizes = LAYOUTS["fully_sharded"]
     mesh = pzs.make_mesh(sizes)
-    _, state, _ = train(MODELS["plain"], loss_fn, "fully_sharded", x=x)
+    _, state, _ = run_layout("fully_sharded", MODELS["plain"], loss_fn, x=x)
     batch = layout.shard_batch({"x": x}, mesh, first_axis="batch")
     gather = layout.gathering(MODELS["plain"](), mesh)
     evaluate = pzs.build_eval_step_fn(loss_fn, gather=gather)

@@ -60,6 +60,29 @@ def make_tokens(batch=8, seq=8, vocabulary=32):
     return jnp.arange(batch * (seq + 1)).reshape(batch, seq + 1) * 7 % vocabulary
 
 
+Run = collections.namedtuple("Run", "layout mesh first step state losses lowered compiled")
+
+
+def build(layout, sizes, build_model, loss_fn=loss_fn, **options):
+    """A state, its step and the mesh."""
+    mesh = pzs.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+    options = {"optimizer": optax.adamw(1e-2), "rng": jax.random.key(1), **options}
+    options |= {"loss_fn": loss_fn, "step_metrics": ["loss"]}
+    return *layout.build(build_model, mesh=mesh, **options), mesh
+
+
+def train(layout, sizes, build_model, batch, **options):
+    """Three steps."""
+    first, step, mesh = build(layout, sizes, build_model, **options)
+    batch = layout.shard_batch(batch, mesh, first_axis="batch")
+    lowered = step.lower(first, **batch)
+    compiled, state, losses = lowered.compile(), first, []
+    for _ in range(3):
+        state, aux = step(state, **batch)
+        losses.append(float(aux["loss"]))
+    return Run(layout, mesh, first, step, state, losses, lowered, compiled)
+
+
 def count_collectives(compiled):
     """The collectives of a compiled step by kind."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"

@@ -76,22 +76,6 @@ def test_recipes_are_values(name, family):
     assert pzs.strip(edited) == bare
 
 
-PRIMITIVES = {
-    "constrain_blocks": {"sharding_constraint"},
-    "rematerialise_blocks": {"remat2"},
-    "jit_root": {"jit"},
-    "roll_layer_stacks": {"scan"},
-    "manual_fsdp": {"shard_map", "all_gather"},
-}
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_recipes_do_what_they_are_for(name):
-    edited = pz.freeze_variables(RECIPES[name].apply(model("stacked")))
-    program = jax.make_jaxpr(edited)(TOKENS)
-    assert PRIMITIVES[name] <= {each.primitive.name for each in programs.equations_in(program)}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keep_axis_order_moves_no_activations(family):
     rolls = pzs.roll_layer_stacks() if family == "stacked" else pzs.Recipe()
@@ -100,9 +84,3 @@ def test_keep_axis_order_moves_no_activations(family):
         program = jax.make_jaxpr(pz.freeze_variables(each))(TOKENS)
         found = {equation.primitive.name for equation in programs.equations_in(program)}
         assert ("transpose" in found) is (each is bare)
-
-
-def test_manual_fsdp_refuses_mesh_axes_that_are_not_there():
-    with pytest.raises(pzs.MeshError) as error:
-        pzs.manual_fsdp(TransformerBlock, MESH, {"embedding": "dta"})
-    assert error.value.problems[0].fix == "Write 'data'."
