@@ -19,10 +19,6 @@ from tests.pretrained.models import CONFIGS, draw_tensors, write_model
 from tests.refusals import refused
 
 
-def values_of(model, kind, read):
-    return [read(layer) for layer in pz.select(model).at_instances_of(kind).get_sequence()]
-
-
 @pytest.mark.parametrize(("name", "stacked"), [("gemma3", False), ("gpt_neox", True)])
 def test_model_of_config_is_penzais_model_without_values(name, stacked):
     def rows(model):
@@ -101,39 +97,35 @@ def test_positions_of_longer_texts_are_divided_for_all_or_for_slow_rotations(fac
     np.testing.assert_allclose(found.unwrap("seq", "projection"), expected, atol=1e-4)
 
 
+# Of Llama 3.1, and older ones of a part of the dimensions.
+BANDS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {"rope_parameters": BANDS | {"original_max_position_embeddings": 8192}}
+SUBSET = {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 500}
+
+
+# What the configuration says, and what is called so of the layers that compute with it.
 @pytest.mark.parametrize(
-    ("name", "stacked", "count"), [("llama", False, 4), ("llama", True, 2), ("gemma2", False, 4)]
-)
-def test_positions_are_divided_in_every_block_as_those_of_llama_3_1(name, stacked, count):
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = CONFIGS[name] | {"rope_parameters": rope | {"original_max_position_embeddings": 8192}}
-    model = model_of_config(config, use_layer_stack=stacked)
-    found = values_of(model, ApplyScaledRoPE, lambda x: (x.factor, x.bands))
-    assert found == [(8.0, (1.0, 4.0, 8192))] * count
-
-
-def is_approximate(layer):
-    return layer.fn.keywords["approximate"]
-
-
-# What the configuration says, and the numbers that layers compute with.
-@pytest.mark.parametrize(
-    ("name", "changes", "kind", "read", "expected"),
+    ("name", "changes", "stacked", "kind", "expected"),
     [
-        ("gpt_neox", {"hidden_act": "gelu_new"}, pz.nn.Elementwise, is_approximate, [True] * 2),
-        ("gpt_neox", {"hidden_act": "gelu"}, pz.nn.Elementwise, is_approximate, [False] * 2),
-        (
-            "gpt_neox",
-            {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 500},
-            pz.nn.ApplyRoPEToSubset,
-            lambda x: (x.rope_subset_size, x.max_wavelength),
-            [(2, 500.0)] * 4,
-        ),
+        ("gpt_neox", {"hidden_act": "gelu_new"}, False, pz.nn.Elementwise, [True] * 2),
+        ("gpt_neox", {"hidden_act": "gelu"}, False, pz.nn.Elementwise, [False] * 2),
+        ("gpt_neox", SUBSET, False, pz.nn.ApplyRoPEToSubset, [(2, 500.0)] * 4),
+        ("llama", SCALED, False, ApplyScaledRoPE, [(8.0, (1.0, 4.0, 8192))] * 4),
+        ("llama", SCALED, True, ApplyScaledRoPE, [(8.0, (1.0, 4.0, 8192))] * 2),
+        ("gemma2", SCALED, False, ApplyScaledRoPE, [(8.0, (1.0, 4.0, 8192))] * 4),
     ],
 )
-def test_layers_compute_with_the_numbers_of_the_configuration(name, changes, kind, read, expected):
-    model = model_of_config(CONFIGS[name] | changes, dtype="float32")
-    assert values_of(model, kind, read) == expected
+def test_layers_compute_with_the_numbers_of_the_configuration(
+    name, changes, stacked, kind, expected
+):
+    read = {
+        pz.nn.Elementwise: lambda x: x.fn.keywords["approximate"],
+        pz.nn.ApplyRoPEToSubset: lambda x: (x.rope_subset_size, x.max_wavelength),
+        ApplyScaledRoPE: lambda x: (x.factor, x.bands),
+    }[kind]
+    model = model_of_config(CONFIGS[name] | changes, use_layer_stack=stacked)
+    layers = pz.select(model).at_instances_of(kind).get_sequence()
+    assert [read(layer) for layer in layers] == expected
 
 
 @pytest.mark.parametrize(
