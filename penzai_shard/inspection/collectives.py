@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.inspection.attribution import Collective, Part, read_collectives
-from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.topologies import Topology, least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import matches, nearest
@@ -22,7 +21,7 @@ from penzai_shard.reports.quantities import bytes_text, seconds_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
 if TYPE_CHECKING:
-    from penzai_shard.inspection.lowering import LoweredStep
+    from penzai_shard.inspection.compiling import CompiledStep
 
 UNATTRIBUTED = "unattributed"
 # The words of a table for what a part moves; the first whose beginning fits.
@@ -298,32 +297,21 @@ def _row_key(one: Collective, part: Part) -> tuple[str, ...]:
     return path, one.kind, one.axes_text, part.phase or "", moves, "; ".join(remarks)
 
 
-def make_collective_report(
-    program: Program,
-    step: "LoweredStep",
-    topology: Topology | None = None,
-    *,
-    device_kind: str = "",
-) -> CollectiveReport:
+def make_collective_report(compiled: "CompiledStep") -> CollectiveReport:
     """The collectives of a compiled step.
-
-    Args:
-        program: What the compiler made of it.
-        step: The step.
-        topology: The devices, where they are described.
-        device_kind: What they are.
 
     Raises:
         ProgramError: A collective is written in a form that is not known.
     """
+    step, kind = compiled.step, compiled.device_kind
     notes, sizes = [*step.notes], {} if step.mesh is None else dict(step.mesh.shape)
-    found = read_collectives(program, step)
-    if found and device_kind == "cpu":
-        dtypes = {array.dtype for one in program for array in one.results}
+    found = read_collectives(compiled.program, step)
+    if found and kind == "cpu":
+        dtypes = {array.dtype for one in compiled.program for array in one.results}
         if "bf16" in dtypes:
             notes.append(
                 "the compiler for CPUs moves bfloat16 as float32; with those of GPUs and TPUs it "
                 "is half the bytes"
             )
     layers = tuple(step.layers.order)
-    return CollectiveReport(found, sizes, layers, device_kind, topology, tuple(notes))
+    return CollectiveReport(found, sizes, layers, kind, compiled.topology, tuple(notes))

@@ -77,9 +77,7 @@ class CompiledStep(HasReport):
     @functools.cached_property
     def collectives(self) -> CollectiveReport:
         """What it moves between devices."""
-        return make_collective_report(
-            self.program, self.step, self.topology, device_kind=self.device_kind
-        )
+        return make_collective_report(self)
 
     @functools.cached_property
     def memory(self) -> MemoryReport:

@@ -1,5 +1,6 @@
 """Steps on devices that are not there: simulated CPUs, and TPUs and GPUs where a compiler is."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import penzai_shard as pzs
 from penzai_shard.inspection import compile_ahead as module
 from penzai_shard.inspection.compiler_process import TooLargeError
+from tests.refusals import problems_of
 
 
 def needs(package, command):
@@ -100,9 +102,8 @@ def test_step_that_is_too_large_is_reported_with_what_it_needs(monkeypatch):
 
 
 def test_mesh_of_another_size_and_missing_compilers_are_refused(monkeypatch):
-    with pytest.raises(pzs.MeshError) as caught:
-        pzs.compile_ahead(step, *arrays(), topology="cpu:8")
-    assert "'cpu:16'" in caught.value.problems[0].fix
+    call = functools.partial(pzs.compile_ahead, topology="cpu:8")
+    assert "'cpu:16'" in problems_of(pzs.MeshError, call, step, *arrays())[0].fix
     missing = Mock(side_effect=importlib.metadata.PackageNotFoundError)
     monkeypatch.setattr("importlib.metadata.version", missing)
     with pytest.raises(pzs.MissingExtraError, match=r"penzai-shard\[tpu\]"):

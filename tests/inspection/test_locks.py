@@ -19,6 +19,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.inspection.compile_ahead import AheadReport
+from tests.refusals import problems_of
 
 ROOT = pathlib.Path(pzs.__file__).parents[1]
 CPU = {"device": "cpu", "jax": "1", "jaxlib": "1"}
@@ -203,8 +204,6 @@ def test_load_of_no_lock_says_where_and_how_to_write_one(tmp_path):
         make_lock(WEIGHTS).save(path)
         assert pzs.ShardingLock.load(path) == make_lock(WEIGHTS)
         path.unlink() if each is None else path.write_text(each, "latin-1")
-        with pytest.raises(pzs.LockError) as caught:
-            pzs.ShardingLock.load(path)
-        (problem,) = caught.value.problems
+        (problem,) = problems_of(pzs.LockError, pzs.ShardingLock.load, path)
         assert problem.path == str(path)
         assert "--update-sharding-locks" in problem.fix

@@ -17,7 +17,7 @@ import penzai_shard as pzs
 from penzai_shard.inspection.layer_marks import Layers
 from penzai_shard.inspection.lowering import lower_step
 from tests.models import MODELS, LinenBlock, model
-from tests.refusals import problem_paths, problems_of
+from tests.refusals import problem_paths, problems_of, refused
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 LINEAR = pz.nn.Linear.from_config("l", jax.random.key(0), {"a": 8}, {"b": 8})
@@ -38,10 +38,6 @@ def lower(step, *args, **kwargs):
 
 def parts(arrays):
     return {array.path: array.part for array in arrays}
-
-
-def paths_of(caught):
-    return [problem.path for problem in caught.value.problems]
 
 
 # Functions and layers
@@ -290,9 +286,9 @@ def test_lower_step_names_all_arrays_that_do_not_fit():
     x, y, gone = struct(6, 8, spec=P("data")), struct(8, 9, spec=P(None, "model")), jnp.ones(1)
     gone.delete()
     for step in (jax.jit(lambda argument, b, c=0: b), lambda argument, b, c=0: b):
-        with pytest.raises(pzs.ShardingError) as caught:
-            lower(step, argument={"x": x}, b={"y": y}, c=gone)
-        kinds = {problem.path: problem.kind for problem in caught.value.problems}
+        given = {"argument": {"x": x}, "b": {"y": y}, "c": gone}
+        found = refused(pzs.ShardingError, lower, step, **given)
+        kinds = {path: problem.kind for path, problem in found.items()}
         assert kinds == {"argument/x": "indivisible", "b/y": "indivisible", "c": ""}
         lower(step, argument=struct(8), b=1.0)
 
@@ -303,9 +299,8 @@ def test_lower_step_refuses_deleted_and_traced_arrays():
     for step, args, path in ((STEP, (state,), ""), (lambda state: state, (state,), "state/")):
         assert problem_paths(pzs.ShardingError, lower, step, *args) == [path + "params/l.weights"]
     assert problem_paths(pzs.ShardingError, lower, STEP, initial(), x="text") == ["x"]
-    with pytest.raises(pzs.ShardingError) as caught:
-        jax.jit(lambda x: lower(jax.jit(lambda y: y), x))(1.0)
-    assert paths_of(caught) == ["y"]
+    inside = jax.jit(lambda x: lower(jax.jit(lambda y: y), x))
+    assert problem_paths(pzs.ShardingError, inside, 1.0) == ["y"]
 
 
 def test_lower_step_refuses_variables_that_are_in_no_argument():
@@ -320,9 +315,8 @@ def test_lower_step_refuses_variables_that_are_in_no_argument():
 
 def test_lower_step_refuses_several_meshes_and_one_without_devices():
     other = pzs.make_mesh({"data": 2}, jax.devices()[:2])
-    with pytest.raises(pzs.MeshError) as caught:
-        lower(lambda x, y: x, struct(8, spec=P("data")), struct(8, spec=P("data"), mesh=other))
-    assert paths_of(caught) == ["y"]
+    x, y = (struct(8, spec=P("data"), mesh=mesh) for mesh in (MESH, other))
+    assert problem_paths(pzs.MeshError, lower, lambda x, y: x, x, y) == ["y"]
     abstract = NamedSharding(MESH.abstract_mesh, P("data"))
     with pytest.raises(pzs.MeshError):
         lower(jax.jit(lambda x: jax.lax.with_sharding_constraint(x, abstract)), jnp.ones(8))

@@ -43,9 +43,8 @@ def test_topology_refuses_what_there_is_not(name, fix):
     ],
 )
 def test_topology_refuses_a_mesh_that_it_does_not_carry(name, sizes, fix):
-    with pytest.raises(pzs.MeshError) as caught:
-        mesh_bandwidths(pzs.Topology(name, "any"), dict(zip("ab", sizes, strict=True)))
-    assert fix in caught.value.problems[0].fix
+    topology, mesh_sizes = pzs.Topology(name, "any"), dict(zip("ab", sizes, strict=True))
+    assert fix in problems_of(pzs.MeshError, mesh_bandwidths, topology, mesh_sizes)[0].fix
 
 
 # In GB per second, from the drawings of the vendors: a ring of v5e has two links of 50, a line one;
@@ -67,12 +66,6 @@ def test_mesh_bandwidths(name, sizes, rates):
     topology = pzs.Topology(name, target_config=H100S)
     found = mesh_bandwidths(topology, dict(zip("ab", sizes, strict=True)))
     assert tuple(found.values()) == pytest.approx([rate * 1e9 for rate in rates])
-
-
-def test_mesh_bandwidths_that_nobody_publishes_are_refused():
-    with pytest.raises(pzs.MeshError) as caught:
-        mesh_bandwidths(pzs.Topology("cpu:8"), {"data": 4, "model": 2})
-    assert "'model': 25" in caught.value.problems[0].fix
 
 
 def test_least_time_is_that_of_the_busiest_links():
