@@ -19,7 +19,7 @@ from penzai_shard.errors import Problem, ProgramError
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)(.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
-_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|condition|body|true_computation|false_computation|branch_computations"
     r"|called_computations)=(?:%([\w.\-]+)|\{([^}]*)\})"
@@ -36,8 +36,8 @@ _COLLECTIVES = """
 # With several operands they give an array for each, in the order of the operands; a ragged one
 # gives one for the first.
 COLLECTIVES = frozenset(_COLLECTIVES.split())
-# What these give has the structure of their only operand.
-_SAME_STRUCTURE = frozenset({"async-update", "optimization-barrier"})
+# They give what they take, in its order.
+_SAME_ARRAYS = frozenset({"async-update", "optimization-barrier", "tuple"})
 # The others among their operands say where something is, or fill up.
 _OPERANDS_THAT_STAY = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 1}
 # Through these an integer stays the integer that it is.
@@ -48,7 +48,7 @@ _SAME_INTEGER = frozenset(_SAME.split())
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Dtype and shape of an array on one device.
+    """Dtype, shape and layout of an array on one device.
 
     >>> Array("bf16", (2, 3)).bytes, str(Array("s4", (3,)))
     (12, 's4[3]')
@@ -56,6 +56,7 @@ class Array:
 
     dtype: str
     shape: tuple[int, ...]
+    layout: str = ""
 
     @property
     def size(self) -> int:
@@ -111,8 +112,8 @@ class Instruction:
         """The arrays that it gives; tuples in tuples are opened."""
         return tuple(
             # "<=8" is a length that may be less.
-            Array(found[1], tuple(int(n.lstrip("<=")) for n in found[2].split(",") if n))
-            for found in _ARRAY.finditer(self.type_text)
+            Array(dtype, tuple(int(n.lstrip("<=")) for n in lengths.split(",") if n), layout)
+            for dtype, lengths, layout in _ARRAY.findall(self.type_text)
         )
 
     @functools.cached_property
@@ -248,24 +249,21 @@ class Program:
             for caller in self.callers.get(one.computation, ()):
                 given = self.operands(caller)
                 if caller.opcode == "while":
-                    yield Place(self.root(_loop(caller, "body")), number)
-                    yield Place(given[0], number)
+                    yield from self.sources(Place(caller, number))
                 elif caller.opcode == "conditional":
                     yield Place(given[1 + caller.called.index(one.computation)], number)
                 elif caller.opcode in _CALLS:
                     yield Place(given[int(one.given)], number)
         elif one.opcode == "get-tuple-element":
             yield Place(operands[0], int(one.attribute("index") or 0))
-        elif one.opcode == "tuple":
-            yield taken[number]
         elif one.opcode == "while":
             yield Place(self.root(_loop(one, "body")), number)
             yield Place(operands[0], number)
         elif one.called and one.opcode in (*_CALLS, "conditional"):
             for name in one.called if number >= self.given_back(one) else ():
                 yield Place(self.root(name), number - self.given_back(one))
-        elif one.opcode in _SAME_STRUCTURE:
-            yield Place(operands[0], number)
+        elif one.opcode in _SAME_ARRAYS:
+            yield taken[number]
         elif one.opcode.endswith("-done"):
             yield Place(operands[0], self.given_back(operands[0]) + number)
         elif len(operands) > 1 and one.kind in COLLECTIVES:

@@ -7,7 +7,6 @@ when each value is written and when it is read for the last time.
 import collections
 import functools
 import itertools
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ _VIEWS = """
     add-dependency after-all bitcast constant domain dynamic-update-slice get-tuple-element
     optimization-barrier parameter partition-id replica-id tuple while"""
 _NOT_WRITTEN = frozenset(_VIEWS.split())
-_LAYOUT = re.compile(r"\b[a-z]+\w*\[[\d,<=]*\](\{[^{}]*\})?")
 # Layouts of TPUs name another memory than the large one, as in {1,0:T(8,128)S(1)}.
 _OTHER_MEMORY = "S(1)"
 
@@ -67,9 +65,8 @@ def _name(program: Program, one: Instruction) -> str:
 
 def _bytes(place: Place) -> int:
     """What an array takes in the large memory of a device."""
-    one, number = place
-    is_elsewhere = _OTHER_MEMORY in _LAYOUT.findall(one.type_text)[number]
-    return 0 if is_elsewhere else one.results[number].bytes
+    array = place.instruction.results[place.number]
+    return 0 if _OTHER_MEMORY in array.layout else array.bytes
 
 
 class _Peaks:

@@ -36,8 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reads the settings, and begins to keep which test has which lock."""
-    config.stash[_TESTS] = {}
+    """Reads the settings."""
     tolerance, improvements = config.getini(_TOLERANCE), config.getini(_IMPROVEMENTS)
     if not re.fullmatch(r"\d*\.?\d+", tolerance):
         raise pytest.UsageError(f"{_TOLERANCE} is {tolerance!r}. Write a fraction such as 0.05.")
@@ -62,7 +61,7 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
             pytest.fail(f"{name!r} is no name of a file. Write letters, digits and -_.,=+@[]().")
         path = request.path.parent / config.getini(_FOLDER) / f"{name}.json"
         shown = os.path.relpath(path, config.invocation_params.dir)
-        other = config.stash[_TESTS].setdefault(shown, test)
+        other = config.stash.setdefault(_TESTS, {}).setdefault(shown, test)
         if other != test:
             pytest.fail(f"{shown} is the lock of {other} too. Give each test a name of its own.")
         properties.append((_LOCK, shown))
