@@ -179,7 +179,7 @@ def _find_devices(topology: Topology) -> list[Any]:
         options = {"topology": f"1x{hosts}x{gpus}", "target_config": topology.target_config}
     else:
         options = dict(SLICES[topology.kind].options)
-        if SLICES[topology.kind].are_cubes(topology.shape):
+        if topology.shape in SLICES[topology.kind].cubes():
             options["wrap"] = [True, True, True]
         if math.prod(topology.shape) == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]

@@ -83,27 +83,24 @@ class Slices(NamedTuple):
 
     Attributes:
         shapes: The chips of each along the links, without those made of cubes of 64 chips.
-        largest: The largest slice of cubes; None for a generation without.
+        largest: The largest slice of cubes; empty for a generation without.
         ring: Without cubes, how many chips in a row have a link from the last to the first.
         options: What libtpu needs to hear to describe the devices as JAX has them in a real run.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    largest: tuple[int, ...] | None = None
+    largest: tuple[int, ...] = ()
     ring: int = 0
     options: Mapping[str, Any] = {}
 
-    def are_cubes(self, shape: Sequence[int]) -> bool:
-        """Whether a slice consists of cubes of 64 chips, so that every row of chips is a ring."""
-        if self.largest is None or len(shape) != 3 or list(shape) != sorted(shape):
-            return False
-        return all(n % 4 == 0 and n <= most for n, most in zip(shape, self.largest, strict=True))
+    def cubes(self) -> list[tuple[int, ...]]:
+        """The slices that consist of cubes of 64 chips, so that every row of chips is a ring."""
+        sides = [range(4, most + 1, 4) for most in self.largest]
+        return [shape for shape in itertools.product(*sides) if shape and [*shape] == sorted(shape)]
 
     def all_shapes(self) -> list[tuple[int, ...]]:
         """All slices, the smallest first."""
-        sides = [range(4, most + 1, 4) for most in self.largest or ()]
-        cubes = [c for c in itertools.product(*sides) if self.are_cubes(c)]
-        return sorted({*self.shapes, *cubes}, key=lambda shape: (math.prod(shape), shape))
+        return sorted({*self.shapes, *self.cubes()}, key=lambda shape: (math.prod(shape), shape))
 
 
 _SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -265,7 +262,7 @@ def mesh_bandwidths(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[s
 
 def _count_links(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[str, int]:
     """How many links a chip has along each mesh axis; all where that is not clear."""
-    ring, is_torus = SLICES[topology.kind].ring, SLICES[topology.kind].are_cubes(topology.shape)
+    ring, is_torus = SLICES[topology.kind].ring, topology.shape in SLICES[topology.kind].cubes()
     free, links = [n for n in topology.shape if n > 1], {}
     # From the last mesh axis on, and rather over several axes of the grid, as JAX lays a mesh.
     for axis, size in reversed([*mesh_sizes.items()]):
