@@ -15,17 +15,9 @@ from typing import Any
 
 from penzai import pz
 
+from penzai_shard import errors
 from penzai_shard.causes.why import WhyReport, why
-from penzai_shard.errors import (
-    CompilationError,
-    MeshError,
-    Problem,
-    ProgramError,
-    PropagationError,
-    RuleTypeError,
-    ShardingError,
-    ShardingWarning,
-)
+from penzai_shard.errors import Problem
 from penzai_shard.findings.lint import LintReport, lint
 from penzai_shard.inspection.collectives import CollectiveReport
 from penzai_shard.inspection.compile_ahead import AheadReport
@@ -110,13 +102,13 @@ def report(
     arguments.check_tree("report", model)
     if step is None and (args or kwargs):
         fix = "Write report(model, mesh, rules, step, ...)."
-        raise RuleTypeError("report:", [Problem("", "there are arguments and no step", fix)])
+        raise errors.RuleTypeError("report:", [Problem("", "there are arguments and no step", fix)])
 
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": "replicate"}
     with _replace_file(path) as file, warnings.catch_warnings():
         # The findings say the same.
-        warnings.simplefilter("ignore", ShardingWarning)
-        plan = _attempt(lambda: _plan(model, mesh, rules, options), ShardingError)
+        warnings.simplefilter("ignore", errors.ShardingWarning)
+        plan = _attempt(lambda: _plan(model, mesh, rules, options), errors.ShardingError)
         findings = _find(model, mesh, rules, kwargs, options)
         sections = {"Plan": plan, "Findings": findings, **_read_step(step, mesh, args, kwargs)}
         title = f"{type(model).__name__} on mesh ({mesh_text(mesh)})"
@@ -137,7 +129,7 @@ def _replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         new.touch()
     except (OSError, TypeError, ValueError) as error:
         problem = Problem("path", f"no page can be written: {error}", "Write path='report.html'.")
-        raise ShardingError("report:", [problem]) from error
+        raise errors.ShardingError("report:", [problem]) from error
     try:
         yield new
         new.replace(file)
@@ -160,7 +152,7 @@ def _find(model: Any, mesh: AnyMesh, rules: Any, inputs: Any, options: Any) -> L
     return found if is_called else lint(model, mesh, rules, **options)
 
 
-def _attempt(make: Callable[[], HasReport], error_type: type[ShardingError]) -> HasReport:
+def _attempt(make: Callable[[], HasReport], error_type: type[errors.ShardingError]) -> HasReport:
     """A report, or the words of the error in its place."""
     try:
         return make()
@@ -178,7 +170,7 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
         return dict.fromkeys(titles, Report("", verdict))
     compiled: Any = step
     if not isinstance(step, AheadReport):
-        compiled = _attempt(lambda: compile_step(step, *args, **kwargs), CompilationError)
+        compiled = _attempt(lambda: compile_step(step, *args, **kwargs), errors.CompilationError)
     if isinstance(compiled, Report):
         return dict.fromkeys(titles, compiled)
     own = compiled.memory.step.mesh
@@ -186,13 +178,13 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
         where = "on no mesh" if own is None else f"on mesh ({mesh_text(own)})"
         what = f"the arrays of the step are {where}, and the page is of mesh ({mesh_text(mesh)})"
         fix = "Give the mesh of the step, or place its arrays on this one."
-        raise MeshError("report:", [Problem("", what, fix)])
+        raise errors.MeshError("report:", [Problem("", what, fix)])
     program = compiled.program if isinstance(compiled, AheadReport) else compiled
     if program is None:
         unknown = Report("", "the compiler gives no program of a step that is too large")
         return {**dict.fromkeys(titles, unknown), "Memory": compiled.memory}
-    collectives = _attempt(lambda: program.collectives, ProgramError)
-    causes = _attempt(lambda: why(program), PropagationError)
+    collectives = _attempt(lambda: program.collectives, errors.ProgramError)
+    causes = _attempt(lambda: why(program), errors.PropagationError)
     sections = {"Memory": compiled.memory, "Collectives": collectives}
     if isinstance(causes, WhyReport) and isinstance(collectives, CollectiveReport):
         because = causes.collectives()

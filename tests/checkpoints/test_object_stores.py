@@ -8,11 +8,6 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.checkpoints import object_stores
-from penzai_shard.checkpoints.reports import (
-    compare_checkpoints,
-    describe_checkpoint,
-    verify_checkpoint,
-)
 from tests.checkpoints.trees import assert_lies, blank, contents, params
 from tests.models import model
 from tests.refusals import problem_paths, problems_of, refused
@@ -34,9 +29,9 @@ def test_save_params_and_restore_params_by_url(url):
     assert_lies(restored, WIDE, RULES)
     # What is there is what a disk would have.
     assert params(pzs.restore_params(url.removeprefix("file://"), blank(MLP))) == params(MLP)
-    assert verify_checkpoint(url + "/").ok
-    assert compare_checkpoints(url, MLP).ok
-    assert describe_checkpoint(url).facts["kind"] == "params"
+    assert pzs.verify_checkpoint(url + "/").ok
+    assert pzs.compare_checkpoints(url, MLP).ok
+    assert pzs.describe_checkpoint(url).facts["kind"] == "params"
 
 
 def test_save_params_by_url_replaces_nothing(url):

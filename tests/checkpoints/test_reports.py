@@ -9,11 +9,6 @@ import pytest
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.checkpoints.reports import (
-    compare_checkpoints,
-    describe_checkpoint,
-    verify_checkpoint,
-)
 from tests.checkpoints.safetensors_files import write_tensors
 from tests.checkpoints.trees import structs_of
 from tests.models import counted_mlp, model
@@ -51,13 +46,13 @@ def state_path(tmp_path_factory):
 
 
 def test_describe_checkpoint_of_parameters(saved, tmp_path):
-    report = describe_checkpoint(saved)
+    report = pzs.describe_checkpoint(saved)
     assert report.facts == {"path": saved, "kind": "params"}
     assert rows_of(report)[FIRST] == {"array": "float32[features=8, features_out=16]", "size": 512}
     assert FIRST in str(report)
     # Blocks are one row, whatever their numbers.
     path = pzs.save_params(tmp_path / "a", {f"block_{i}/w": jnp.ones(2) * i for i in range(3)})
-    assert "block_{0-2}/w" in str(describe_checkpoint(path))
+    assert "block_{0-2}/w" in str(pzs.describe_checkpoint(path))
 
 
 def test_describe_checkpoint_of_other_programs(tmp_path):
@@ -65,18 +60,17 @@ def test_describe_checkpoint_of_other_programs(tmp_path):
     ocp_v1.save(tmp_path / "plain", tree)
     write_tensors(tmp_path / "model.safetensors", {k: np.asarray(v) for k, v in tree.items()})
     for path in (tmp_path / "plain", tmp_path / "model.safetensors"):
-        report = describe_checkpoint(path)
+        report = pzs.describe_checkpoint(path)
         arrays = {path: row["array"] for path, row in rows_of(report).items()}
         assert arrays == {"v": "int32[3]", "w": "float32[2, 4]"}
         assert len(report.notes) == 2
-        verified = verify_checkpoint(path)
+        verified = pzs.verify_checkpoint(path)
         assert verified.ok
         assert {row["state"] for row in rows_of(verified).values()} == {"unchecked"}
         # Numbers without checksums are read.
-        assert compare_checkpoints(path, tree).ok
-        assert whats(compare_checkpoints(path, tree | {"v": np.zeros(3, np.int32)})) == {
-            "v": "values"
-        }
+        assert pzs.compare_checkpoints(path, tree).ok
+        other = tree | {"v": np.zeros(3, np.int32)}
+        assert whats(pzs.compare_checkpoints(path, other)) == {"v": "values"}
 
 
 def test_describe_checkpoint_of_a_run(tmp_path):
@@ -84,19 +78,19 @@ def test_describe_checkpoint_of_a_run(tmp_path):
     with pzs.CheckpointManager(tmp_path, keep_last=None, asynchronous=False) as manager:
         for step, numbers in metrics.items():
             manager.save(step, {"step": jnp.int32(step), "w": jnp.ones(256)}, numbers)
-    rows = describe_checkpoint(tmp_path).to_data()["rows"]
+    rows = pzs.describe_checkpoint(tmp_path).to_data()["rows"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == [2.0, 1.5, None]
     assert [row["accuracy"] for row in rows] == [None, 0.25, None]
     assert {row["size"] for row in rows} == {1028}
     (tmp_path / "step_00000003" / "_CHECKPOINT_METADATA").write_text("{}")
-    refused(pzs.CheckpointDamagedError, describe_checkpoint, tmp_path)
+    refused(pzs.CheckpointDamagedError, pzs.describe_checkpoint, tmp_path)
 
 
 def test_reports_of_nothing(tmp_path):
-    for act in (describe_checkpoint, verify_checkpoint, lambda path: compare_checkpoints({}, path)):
-        with pytest.raises((pzs.CheckpointNotFoundError, pzs.RuleTypeError)):
-            act(tmp_path)
+    refused(pzs.CheckpointNotFoundError, pzs.describe_checkpoint, tmp_path)
+    refused(pzs.CheckpointNotFoundError, pzs.verify_checkpoint, tmp_path)
+    refused(pzs.RuleTypeError, pzs.compare_checkpoints, {}, tmp_path)
 
 
 # In what two differ
@@ -120,15 +114,15 @@ def test_compare_checkpoints_names_every_difference(tmp_path):
     paths = [pzs.save_params(tmp_path / n, t) for n, t in (("a", first), ("b", second))]
     expected = {path: path for path in [*differing, "only in first", "only in second"]}
     for sides in ([paths[0], paths[1]], [paths[0], second], [first, paths[1]], [first, second]):
-        report = compare_checkpoints(*sides)
+        report = pzs.compare_checkpoints(*sides)
         assert whats(report) == expected | {"keys": "values"}
         assert not report.ok
     for sides in ([paths[0], first], [second, paths[1]], [paths[0], paths[0]]):
-        assert compare_checkpoints(*sides).ok
-    report = compare_checkpoints(paths[0], structs_of(first))
+        assert pzs.compare_checkpoints(*sides).ok
+    report = pzs.compare_checkpoints(paths[0], structs_of(first))
     assert report.ok
     assert "no values were compared" in report.verdict
-    assert "names=" in compare_checkpoints(paths[0], {"other": ones}).notes[0]
+    assert "names=" in pzs.compare_checkpoints(paths[0], {"other": ones}).notes[0]
 
 
 def test_compare_checkpoints_of_parameters_states_and_models(saved, state_path, tmp_path):
@@ -137,12 +131,12 @@ def test_compare_checkpoints_of_parameters_states_and_models(saved, state_path, 
     equal = [saved, state_path, state, MLP, pzs.param_dict(MLP), counted_mlp()]
     for first in equal[:3]:
         for second in equal:
-            assert compare_checkpoints(first, second).ok, (first, second)
-    assert whats(compare_checkpoints(counted, MLP)) == {"count": "only in first"}
+            assert pzs.compare_checkpoints(first, second).ok, (first, second)
+    assert whats(pzs.compare_checkpoints(counted, MLP)) == {"count": "only in first"}
     later = state.replace(step=state.step + 1)
-    assert whats(compare_checkpoints(state_path, later)) == {"step": "values"}
+    assert whats(pzs.compare_checkpoints(state_path, later)) == {"step": "values"}
     without = pzs.TrainState.initial_state(MLP, optax.sgd(1e-3), jax.random.key(0))
-    found = whats(compare_checkpoints(state_path, without))
+    found = whats(pzs.compare_checkpoints(state_path, without))
     assert found
     assert set(found.values()) == {"only in first"}
     assert all(path.startswith("opt_state/") for path in found)
@@ -156,7 +150,7 @@ def test_verify_checkpoint_and_compare_checkpoints_find_what_is_damaged(tmp_path
     path = pzs.save_params(tmp_path / "a", arrays | {"empty": jnp.ones((0, 2))})
 
     def states_of(path):
-        report = verify_checkpoint(path, progress=False)
+        report = pzs.verify_checkpoint(path, progress=False)
         states = {name: row["state"] for name, row in rows_of(report).items()}
         assert report.ok == ({*states.values()} == {"ok"})
         return states
@@ -168,11 +162,9 @@ def test_verify_checkpoint_and_compare_checkpoints_find_what_is_damaged(tmp_path
     (tmp_path / "b" / "state").rename(tmp_path / "a" / "state")
     damaged = dict.fromkeys(arrays, "damaged")
     assert states_of(path) == {**damaged, "empty": "ok"}
-    assert verify_checkpoint(path).rows[0][0] == "w0"
-    assert whats(compare_checkpoints(path, arrays)) == {
-        **dict.fromkeys(arrays, "values"),
-        "empty": "only in first",
-    }
+    assert pzs.verify_checkpoint(path).rows[0][0] == "w0"
+    expected = dict.fromkeys(arrays, "values") | {"empty": "only in first"}
+    assert whats(pzs.compare_checkpoints(path, arrays)) == expected
     assert states_of(other) == dict.fromkeys(arrays, "unreadable")
     # Its metadata.
     (tmp_path / "a" / "_CHECKPOINT_METADATA").write_text("{}")

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penzai_shard import param_dict
-from penzai_shard.errors import (
-    CheckpointDamagedError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
+import penzai_shard as pzs
 from penzai_shard.pretrained import model_configs
 from penzai_shard.pretrained.families import model_of_config
 from penzai_shard.pretrained.model_configs import Layer, published_names, read_config
@@ -96,7 +91,7 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("name", "changes", "path", "fix"), REFUSED_TOGETHER)
 def test_read_config_refuses_by_name_what_penzais_model_does_not_compute(name, changes, path, fix):
-    (problem,) = problems_of(CheckpointMismatchError, read_config, CONFIGS[name] | changes)
+    (problem,) = problems_of(pzs.CheckpointMismatchError, read_config, CONFIGS[name] | changes)
     assert problem.path == path
     assert fix in problem.fix
 
@@ -111,7 +106,7 @@ def test_read_config_accepts_what_changes_no_number(name, changes):
 def test_read_config_names_all_that_is_wrong_at_once_also_within_a_part():
     text = CONFIGS["gemma3_images"]["text_config"]
     changed = {**text, "attention_bias": True, "head_dim": 0, "extra": 1}
-    with pytest.raises(CheckpointMismatchError, match="text_config") as caught:
+    with pytest.raises(pzs.CheckpointMismatchError, match="text_config") as caught:
         read_config(CONFIGS["gemma3_images"] | {"text_config": changed})
     paths = [problem.path for problem in caught.value.problems]
     assert sorted(paths) == ["attention_bias", "extra", "head_dim"]
@@ -185,7 +180,7 @@ def test_read_config_refuses_other_architectures_with_those_that_are_known(
     architectures, model_type
 ):
     config = {"architectures": architectures, "model_type": model_type}
-    (problem,) = problems_of(CheckpointMismatchError, read_config, config)
+    (problem,) = problems_of(pzs.CheckpointMismatchError, read_config, config)
     assert problem.path == "architectures"
     assert all(config["architectures"][0] in problem.what for config in CONFIGS.values())
     assert OWN_MODEL in problem.fix
@@ -214,7 +209,7 @@ def test_read_config_reads_or_refuses_anything(data):
         config[name] = data.draw(ANYTHING)
     try:
         read = read_config(config)
-    except (CheckpointMismatchError, CheckpointDamagedError):
+    except (pzs.CheckpointMismatchError, pzs.CheckpointDamagedError):
         return
     assert len(read.layers) == read["num_hidden_layers"]
 
@@ -238,7 +233,7 @@ def test_read_config_refuses_what_is_no_table_of_attributes(tmp_path):
         if isinstance(config, str):
             path.write_bytes(config.encode(errors="surrogateescape"))
             config = path
-        assert problem_paths(CheckpointDamagedError, read_config, config) == [place]
+        assert problem_paths(pzs.CheckpointDamagedError, read_config, config) == [place]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +247,7 @@ def test_read_config_refuses_what_is_no_table_of_attributes(tmp_path):
     ],
 )
 def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near):
-    with pytest.raises(CheckpointNotFoundError) as caught:
+    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
         read_config(name)
     (problem,) = caught.value.problems
     assert f"Write {near}; " in problem.fix
@@ -265,7 +260,7 @@ def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near
 def test_published_configurations_have_as_many_parameters_as_was_published(name):
     data = json.loads((model_configs._PUBLISHED / f"{name}.json").read_text())
     assert "config.json of" in data["source"]
-    held = param_dict(model_of_config(name))
+    held = pzs.param_dict(model_of_config(name))
     if read_config(name)["tie_word_embeddings"]:
         held.pop("transformer/lm_head.weights", None)
     count = sum(math.prod(value.named_shape.values()) for value in held.values())
