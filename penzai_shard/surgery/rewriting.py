@@ -130,18 +130,15 @@ class Finder:
             the child. A state of None says that nothing from there on is at the place; None
             instead of a function, that there are no states.
         start: The state of the root.
-        layers_only: Whether nothing but layers is at the place.
     """
 
     matches: Callable[[Any, Keys, Any], bool]
     step: Callable[[Any, Any, Keys, Any], Any] | None = None
-    start: Callable[[Any], Any] = lambda node: True
-    layers_only: bool = False
+    start: Any = True
 
     def has(self, node: Any, keys: Keys, state: Any) -> bool:
         """Whether a node is at the place."""
-        is_possible = state is not None and (not self.layers_only or is_layer(node))
-        return is_possible and self.matches(node, keys, state)
+        return state is not None and self.matches(node, keys, state)
 
 
 class Match(NamedTuple):
@@ -213,7 +210,7 @@ class Rewriter:
     def run(self, tree: Any) -> Any:
         """The changed tree; the tree itself if nothing changed."""
         try:
-            kind, state = kind_of(tree), self._finder.start(tree)
+            kind, state = kind_of(tree), self._finder.start
             if self._finder.has(tree, self._keys, state):
                 return self._one(self._items(tree, state, kind))
             return self._below(tree, state, kind)

@@ -102,7 +102,7 @@ class Where:
         elif isinstance(what, _Root):
             finder = Finder(lambda node, keys, state: not keys, lambda *_: None)
         else:
-            finder = Finder(_read_predicate(what), layers_only=layers_only)
+            finder = Finder(_read_predicate(what, layers_only))
         for around, is_wanted in ((self.within, True), (self.outside, False)):
             finder = _narrow(finder, around, is_wanted) if around else finder
         return finder
@@ -122,11 +122,11 @@ def _read_what(place: Any) -> Any:
     )
 
 
-def _read_predicate(predicate: Callable[..., Any]) -> Callable[[Any, Keys, Any], bool]:
+def _read_predicate(predicate: Any, layers_only: bool) -> Callable[[Any, Keys, Any], bool]:
     call, _ = make_caller(predicate, {})
 
     def matches(node: Any, keys: Keys, state: Any) -> bool:
-        found = call(node, keys)
+        found = call(node, keys) if is_layer(node) or not layers_only else False
         if not isinstance(found, bool):
             what = f"{value_text(predicate)} gave {value_text(found)}, not True or False"
             raise Refused(keys, what, "Return bool(...) of it, or a comparison.")
@@ -199,12 +199,9 @@ def _find_pattern(pattern: str, layers_only: bool) -> Finder:
         return (found, around) if found or around else None
 
     def matches(node: Any, keys: Keys, state: tuple[_Rests, _Rests]) -> bool:
-        return () in state[0]
+        return () in state[0] and (is_layer(node) or not layers_only)
 
-    def start(node: Any) -> Any:
-        return _pass_stars([parts]), frozenset()
-
-    return Finder(matches, step, start, layers_only=layers_only)
+    return Finder(matches, step, (_pass_stars([parts]), frozenset()))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -243,9 +240,6 @@ def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
     is_pattern = isinstance(around.what, str)
     place = around.find(layers_only=not is_pattern)
 
-    def start(node: Any) -> Any:
-        return finder.start(node), place.start(node)
-
     def step(states: Any, parent: Any, keys: Keys, child: Any) -> Any:
         own, state = states
         if state is not _INSIDE and place.has(parent, keys[:-1], state):
@@ -262,7 +256,7 @@ def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
         is_inside = state is _INSIDE or (is_pattern and place.has(node, keys, state))
         return is_inside is is_wanted and finder.has(node, keys, own)
 
-    return Finder(matches, step, start, finder.layers_only)
+    return Finder(matches, step, (finder.start, place.start))
 
 
 # Functions of the user

@@ -1,7 +1,6 @@
 """A layer per device: values, gradients and state stay, parameters are gathered; or refused."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from penzai import pz
 from penzai.models.transformer import model_parts, sampling_mode
 
 import penzai_shard as pzs
+from tests.layers.calls import Calls
 from tests.models import llama, mlp_v1
 from tests.refusals import problems_of
 
@@ -26,23 +26,19 @@ DOWN = pz.nn.Linear.from_config("down", jax.random.key(1), {"neurons": 16}, {"em
 MLP = pz.nn.Sequential([UP, pz.nn.Elementwise(jnp.tanh), DOWN])
 
 
-@pz.pytree_dataclass
-class Calls(pz.nn.Layer):
-    """Calls a function of the input, or keeps what it gives of the input and of the last value."""
+def keeps(function, kept):
+    """A layer that keeps what a function gives of its input and of the last value."""
 
-    function: Any
-    kept: Any = None
-
-    def __call__(self, x, /, **side_inputs):
-        if self.kept is None:
-            return self.function(x, **side_inputs)
-        self.kept.value = self.function(x, self.kept.value)
+    def run(kept, x):
+        kept.value = function(x, kept.value)
         return x
+
+    return Calls(run, kept)
 
 
 def calls(function, *names):
     """A layer that calls a function of the bare array."""
-    return Calls(lambda x: pz.nx.nmap(function)(x.untag("batch", "embedding")).tag(*names))
+    return Calls(lambda _, x: pz.nx.nmap(function)(x.untag("batch", "embedding")).tag(*names))
 
 
 def same(function):
@@ -148,7 +144,7 @@ def test_call_16_bits():
 
 
 def test_call_other_arguments():
-    def compute(x, *, mask, plain):
+    def compute(_, x, *, mask, plain):
         shapes.append((x.named_shape["batch"], mask.named_shape["batch"], plain.shape))
         return x + mask * plain.sum(), "logits", None, x.untag("embedding")
 
@@ -164,14 +160,14 @@ def test_call_other_arguments():
 
 
 def test_call_state():
-    count = Calls(lambda x, n: n + 1, pz.StateVariable(value=0, label="count"))
-    rows = Calls(lambda x, kept: x + kept, pz.StateVariable(value=X, label="rows"))
+    count = keeps(lambda x, n: n + 1, pz.StateVariable(value=0, label="count"))
+    rows = keeps(lambda x, kept: x + kept, pz.StateVariable(value=X, label="rows"))
     layer = fsdp(pz.nn.Sequential([count, rows]))
     layer(X)
     jax.jit(lambda: layer(X))
     pzs.Jitted(layer)(X)
-    assert int(count.kept.value) == 2
-    check_equal(rows.kept.value, 3 * X)
+    assert int(count.held.value) == 2
+    check_equal(rows.held.value, 3 * X)
 
 
 def test_call_cache_decodes():
@@ -241,7 +237,7 @@ def test_per_device_values_and_gradients():
 # Refusals
 
 
-def longer_as_a_whole(x):
+def longer_as_a_whole(_, x):
     """Gives two of each at the lengths of the whole and beyond, one at that of a part."""
     own = x.named_shape["embedding"]
     return pz.nx.zeros({"batch": x.named_shape["batch"], "embedding": 16 if own > 4 else own})
@@ -252,14 +248,14 @@ def test_call_refuses():
     zero = pz.StateVariable(value=0.0, label="kept")
     for layer, path in (
         (fsdp(calls(jnp.sum)), "test_shard_mapped.py:"),
-        (fsdp(Calls(lambda x: {"a": x.untag("batch")})), "output/a"),
+        (fsdp(Calls(lambda _, x: {"a": x.untag("batch")})), "output/a"),
         (fsdp(Calls(longer_as_a_whole), {"batch": "data", "embedding": "model"}, SQUARE), "output"),
         (fsdp(UP, keep_split=("neurons",)), "output"),
         (fsdp(MLP, keep_split=("neurons",)), "linear_and_affine.py:"),
         (fsdp(calls(jnp.mean), per_device=True), "output"),
         (fsdp(UP, {"embedding": "model"}), ""),
-        (fsdp(Calls(lambda x, _: x.untag("batch")[0], zero)), "test_shard_mapped.py:"),
-        (fsdp(Calls(lambda x, _: x.untag("batch"), zero)), "kept"),
+        (fsdp(keeps(lambda x, _: x.untag("batch")[0], zero)), "test_shard_mapped.py:"),
+        (fsdp(keeps(lambda x, _: x.untag("batch"), zero)), "kept"),
     ):
         assert any(path in problem.path for problem in refuse(layer))
     assert zero.value == 0.0

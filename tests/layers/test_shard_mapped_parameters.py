@@ -4,7 +4,6 @@ Or they are refused. The bare layer on whole arrays is the oracle.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.custom_derivatives import linear_call
 from penzai import pz
 
 import penzai_shard as pzs
+from tests.layers.calls import Calls
 
 MESH = pzs.make_mesh({"data": 2, "model": 2, "other": 2})
 KEYS = jax.random.split(jax.random.key(9))
@@ -29,20 +29,14 @@ LAYOUTS = {
 }
 
 
-@pz.pytree_dataclass
-class Body(pz.nn.Layer):
-    """A function of the bare arrays of the input and of a parameter."""
-
-    weights: pz.Parameter
-    function: Any
-
-    def __call__(self, x, /, **side_inputs):
-        values = (array.untag(*array.named_shape) for array in (x, self.weights.value))
-        return pz.nx.nmap(self.function)(*values).tag(*OUT)
-
-
 def body(function):
-    return Body(pz.Parameter(value=WEIGHTS, label="w"), function)
+    """A layer that calls a function of the bare arrays of the input and of a parameter."""
+
+    def run(weights, x):
+        values = (array.untag(*array.named_shape) for array in (x, weights.value))
+        return pz.nx.nmap(function)(*values).tag(*OUT)
+
+    return Calls(run, pz.Parameter(value=WEIGHTS, label="w"))
 
 
 def own_gradient(gradient):

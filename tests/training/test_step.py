@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import weakref
 
 import jax
@@ -137,6 +138,21 @@ def test_step_takes_nothing_apart_and_holds_no_earlier_state(monkeypatch):
     assert [ref() for ref in held] == [None, None]
     gc.enable()
     assert not calls
+
+
+def test_step_updates_in_the_layout_of_the_moments():
+    shardings = pzs.train_state_sharding(initial(), MESH, {}, {"in": "data"})
+    state, x = jax.device_put(initial(), shardings), batch(MESH)
+    step = pzs.build_train_step_fn(loss_fn, donate_params_and_state=True)
+    lowered = step.lower(state, x=x)
+    assert "gradient/w/sharding_constraint" in lowered.as_text(debug_info=True)
+    text = lowered.compile().as_text()
+    # Each device computes the moments of its own part, and gathers parameters only.
+    assert {*re.findall(r"f32\[(\d+),(\d+)\]\S* sqrt", text)} == {("1", "8")}
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
+    after, _ = step(state, x=x)
+    assert after.trained_arrays["w"].sharding.is_fully_replicated
+    assert after.opt_arrays[0].mu["w"].sharding.spec == P("data")
 
 
 def test_step_of_a_model_made_again_compiles_nothing():
