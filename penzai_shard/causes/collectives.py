@@ -95,7 +95,7 @@ class BecauseReport(HasReport):
                     size = self.compiled.collectives.mesh_sizes[axis]
                     saved[rule_text(name, axis)] += (size - 1) * array.bytes_per_device
         sums = (Column(name, "bytes") for name in ("sends in a step", "saves of memory"))
-        rules = sorted({*sent, *saved}, key=lambda rule: (-sent[rule], -saved[rule]))
+        rules = sorted(dict.fromkeys([*sent, *saved]), key=lambda rule: (-sent[rule], -saved[rule]))
         rows = [(rule, sent[rule], saved[rule]) for rule in rules]
         verdict = f"each device sends {bytes_text(sum(sent.values()))} in a step"
         notes = ["memory is that of the step's arguments, which would be whole without the rule"]

@@ -138,7 +138,7 @@ class Ways:
 
     def find_dimension(self, value: int, mesh_axis: str) -> int | None:
         """The dimension of a value that has a mesh axis, or any part of it."""
-        places = enumerate(self.values[value].spec or ())
+        places = enumerate(self.values[value].spec)
         found = (i for i, axes in places if base(mesh_axis) in map(base, axes))
         return next(found, None)
 
@@ -190,7 +190,7 @@ class Ways:
         if (pin := operation.pin) is not None and pin.kind == "region":
             # What is no business of the region is propagated into it.
             result = operation.results[0]
-            inside = self.values[result].spec or ((),) * len(pin.spec)
+            inside = self.values[result].spec
             kept = [{*map(base, (*a, *b))} for a, b in zip(pin.spec, inside, strict=True)]
             for operand, i, axis in self._axes_of(operation.operands):
                 if base(axis) not in kept[i]:
@@ -210,7 +210,7 @@ class Ways:
 
     def _axes_of(self, values: Sequence[int]) -> Iterator[tuple[int, int, str]]:
         for value in values:
-            for i, axes in enumerate(self.values[value].spec or ()):
+            for i, axes in enumerate(self.values[value].spec):
                 yield from ((value, i, axis) for axis in axes)
 
     def _judge(self, rule: Rule, number: int, factor: int, loss: Loss) -> Loss | None:
@@ -266,7 +266,7 @@ class Ways:
         if rule is None:
             return ()
         pairs = zip(values, (*rule.operands, *rule.results), strict=False)
-        return [[*self._factors(rule, self.values[x].spec or (), factors)] for x, factors in pairs]
+        return [[*self._factors(rule, self.values[x].spec, factors)] for x, factors in pairs]
 
     def _factors(
         self, rule: Rule, spec: Spec, mapping: Sequence[Sequence[int]]
@@ -318,38 +318,32 @@ class Ways:
                 place = loss.operand, i, base(loss.mesh_axis)
                 at.setdefault((loss.operation.number, place), set()).add(n)
         lacking = []
-        for operation in self.program.operations:
-            ends = operation.rule is not None and operation.rule.reduced
-            for n, value in enumerate(operation.results):
-                spec = self.values[value].spec or ()
-                for i in [*range(len(self.values[value].shape)), _ENDED]:
-                    has = {*map(base, spec[i])} if spec and i != _ENDED else set()
-                    sources = [*self._sources(operation, n, i)]
-                    for name in self.program.mesh.keys() - has:
-                        places = [(*source, name) for source in sources]
-                        here = (at.get((operation.number, place), ()) for place in places)
-                        lost = set[int]().union(*here)
-                        if i == _ENDED and ends:
-                            places = []
-                        lacking.append(((value, i, name), lost, places))
+        for value, maker in self.makers.items():
+            ends = maker.rule is not None and maker.rule.reduced
+            for i, axes in [*enumerate(self.values[value].spec), (_ENDED, ())]:
+                sources = self._find_sources(value, i)
+                for name in self.program.mesh.keys() - {*map(base, axes)}:
+                    places = [(*source, name) for source in sources]
+                    here = {n for one in places for n in at.get((maker.number, one), ())}
+                    lacking.append(((value, i, name), here, [] if i == _ENDED and ends else places))
         found: dict[_Place, set[int]] = {}
         size = -1
         # Once through the program, and once more for each time that a loop hands a loss on.
         while size != (size := sum(map(len, found.values()))):
-            for place, here_lost, places in lacking:
-                if lost := here_lost.union(*(found.get(one, ()) for one in places)):
+            for place, here, places in lacking:
+                if lost := here.union(*(found.get(one, ()) for one in places)):
                     found[place] = lost
         return found
 
-    def _sources(self, operation: Operation, n: int, dimension: int) -> Iterator[tuple[int, int]]:
-        """The dimensions of operands that belong together with one of a result."""
-        rule = operation.rule
-        for number, value in enumerate(operation.operands):
-            if dimension == _ENDED:
-                yield value, _ENDED
-            elif rule is None:
-                yield from ((value, i) for i in range(len(self.values[value].shape)))
-            elif number < len(rule.operands):
-                factors = {*rule.results[n][dimension]}
-                dims = enumerate(rule.operands[number])
-                yield from ((value, i) for i, own in dims if factors.intersection(own))
+    def _find_sources(self, value: int, dimension: int) -> list[tuple[int, int]]:
+        """The dimensions of what a value is made of that belong together with one of its own."""
+        maker = self.makers[value]
+        if dimension == _ENDED:
+            return [(operand, _ENDED) for operand in maker.operands]
+        if maker.rule is None:
+            shapes = [(one, self.values[one].shape) for one in maker.operands]
+            return [(one, i) for one, shape in shapes for i in range(len(shape))]
+        factors = {*maker.rule.results[maker.results.index(value)][dimension]}
+        pairs = zip(maker.operands, maker.rule.operands, strict=False)
+        dims = ((operand, *each) for operand, own in pairs for each in enumerate(own))
+        return [(operand, i) for operand, i, own in dims if factors.intersection(own)]

@@ -235,10 +235,10 @@ def _make_row(words: StepWords, kind: RowKind, array: StepArray, value: int) -> 
     known, causes = words.ways.values[value], words.causes(value)
     # What has the mesh axis again, on another dimension, did not lose it. A gradient is brought to
     # its layout, whatever was lost before.
-    has = {axis for axes in known.spec or () for axis in axes}
+    has = {axis for axes in known.spec for axis in axes}
     lost = [x for x in words.ways.lost(value) if x.mesh_axis not in has and kind != "gradient"]
     is_own = all((one.kind, one.path) == ("parameter", array.path) for one in causes)
-    found = array.names, known.shape, specs.canonical(known.spec or ()), causes
+    found = array.names, known.shape, specs.canonical(known.spec), causes
     is_plain = is_own and kind in ("gradient", "parameter")
     return WhyRow(kind, array.path, *found, _say_losses(words, lost), is_plain)
 

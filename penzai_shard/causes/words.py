@@ -151,7 +151,7 @@ class StepWords:
 
     def causes(self, value: int) -> tuple[WhyCause, ...]:
         """The causes of all mesh axes of a value."""
-        spec = self.ways.values[value].spec or ()
+        spec = self.ways.values[value].spec
         return tuple(self.cause(value, axis) for axes in spec for axis in axes)
 
     def _say_cause(self, value: int, mesh_axis: str) -> WhyCause:
@@ -183,7 +183,7 @@ class StepWords:
         if OPTIMIZER in operation.name.split("/"):
             array = self.find_argument(operation.operands[0])
         if array is not None:
-            is_own = array.spec == specs.canonical(pinned.spec or ())
+            is_own = array.spec == specs.canonical(pinned.spec)
             return "parameter" if is_own else "train step", array.path, array.names
         return cause.kind, _find_line(operation) or self.place(operation), None
 
@@ -247,7 +247,7 @@ class StepWords:
 
     def _count_bytes(self, loss: Loss) -> int:
         value, sizes = self.ways.values[loss.operand], self.ways.program.mesh
-        parts = math.prod(sizes[base(axis)] for axes in value.spec or () for axis in axes)
+        parts = math.prod(sizes[base(axis)] for axes in value.spec for axis in axes)
         bits = re.search(r"\d+", value.dtype)
         held = math.prod(value.shape) * max(int(bits[0]) // 8 if bits else 1, 1) / parts
         return int(held * (sizes[base(loss.mesh_axis)] - 1) * (loss.operation.times or 1))

@@ -66,7 +66,7 @@ class Value:
     """An array of a propagated program.
 
     Attributes:
-        spec: Mesh axes of each dimension, ``None`` if there is no layout at all.
+        spec: Mesh axes of each dimension.
         is_open: For each dimension, whether propagation might have added mesh axes.
         origins: For each mesh axis Shardy's name of what it came from at first; ``"self"`` if that
             is the value's own layout.
@@ -74,9 +74,9 @@ class Value:
 
     shape: tuple[int, ...]
     dtype: str
-    spec: Spec | None = None
-    is_open: tuple[bool, ...] = ()
-    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    spec: Spec
+    is_open: tuple[bool, ...]
+    origins: Mapping[str, str]
 
 
 class Rule(NamedTuple):
@@ -251,8 +251,8 @@ class _Reader:
         number = self._add_typed(value.type, sharding, origins)
         here, handed, edges = self.values[number], self.values[inside], []
         # Edges that Shardy notes at results are of other operations; its origins tell enough.
-        kept = {axis for axes in handed.spec or () for axis in axes}
-        for axis in (axis for axes in here.spec or () for axis in axes if axis in kept):
+        kept = {axis for axes in handed.spec for axis in axes}
+        for axis in (axis for axes in here.spec for axis in axes if axis in kept):
             if handed.origins.get(axis) == f"output: {position}":
                 edges.append(Edge(_FIRST, axis, number, (inside,)))
             elif here.origins.get(axis) != "self":
@@ -268,12 +268,12 @@ class _Reader:
 
     def _add_typed(self, kind: Mlir, sharding: Mlir, origins: Mlir) -> int:
         shape, dtype = self._once(_read_type, kind)
-        spec, is_open = None, (True,) * len(shape)
+        spec, is_open = ((),) * len(shape), (True,) * len(shape)
         if sharding is not None:
             spec, is_open = self._once(read_spec, sharding)
         names = {} if origins is None else self._once(_read_origins, origins)
         # Shardy leaves the origins of mesh axes that a value did not get in the end.
-        kept = {axis: names[axis] for axes in spec or () for axis in axes if axis in names}
+        kept = {axis: names[axis] for axes in spec for axis in axes if axis in names}
         self.values.append(Value(shape, dtype, spec, is_open, kept))
         return len(self.values) - 1
 
@@ -323,23 +323,19 @@ class _Reader:
 
     def _read_manual(self, operation: Mlir, around: _Around) -> None:
         """A ``shard_map``: layouts are fixed at its border, whatever is propagated inside."""
-        attributes, (block,) = operation.attributes, operation.regions[0].blocks
-        name = _read_text(attributes, "sdy.sharding_origin_name")
-        into, out = (
-            [
-                Pin(kind, f"{name}_{side}: {n}", self._once(read_spec, sharding)[0])
-                for n, sharding in enumerate(
-                    sdy.TensorShardingPerValueAttr(attributes[key]).shardings
-                )
-            ]
-            for kind, side, key in (
-                ("region", "input", "in_shardings"),
-                ("result of region", "output", "out_shardings"),
-            )
-        )
+        (block,) = operation.regions[0].blocks
+        into = self._read_pins(operation.attributes, "region", "in")
+        out = self._read_pins(operation.attributes, "result of region", "out")
         self._hand_on(block.arguments, zip(self._read_operands(operation)), into)
         inside = around._replace(name=_join(around.name, name_of(operation)))
         self._hand_on(operation.results, zip(self._read_block(block, inside)), out)
+
+    def _read_pins(self, attributes: Mapping[str, Mlir], kind: str, side: str) -> list[Pin]:
+        """The layouts that are fixed where values go into a ``shard_map``, or come out."""
+        name = _read_text(attributes, "sdy.sharding_origin_name")
+        shardings = sdy.TensorShardingPerValueAttr(attributes[f"{side}_shardings"]).shardings
+        specs = [self._once(read_spec, each)[0] for each in shardings]
+        return [Pin(kind, f"{name}_{side}put: {n}", spec) for n, spec in enumerate(specs)]
 
     def _read_loop(self, loop: Mlir, around: _Around) -> None:
         """What a loop carries is the value of the edge behind it, in its blocks too."""
@@ -413,7 +409,7 @@ class _Reader:
         pin, rule = None, attributes.get("sdy.sharding_rule")
         if kind == "sdy.sharding_constraint":
             name = _read_text(attributes, "sdy.sharding_origin_name")
-            pin = Pin("constraint", name, self.values[results[0]].spec or ())
+            pin = Pin("constraint", name, self.values[results[0]].spec)
         self._emit(
             kind,
             operation,
@@ -431,7 +427,7 @@ class _Reader:
         """The mesh axes over which an operation of Shardy exchanges."""
         attributes = operation.attributes
         if operation.name == "sdy.collective_permute":
-            axes = [axis for n in values for own in self.values[n].spec or () for axis in own]
+            axes = [axis for n in values for own in self.values[n].spec for axis in own]
         else:
             # Such as gathering_axes, and params of an all-to-all.
             names = [name for name in attributes if name.endswith("_axes") or name == "params"]
