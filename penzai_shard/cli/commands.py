@@ -1,15 +1,18 @@
-"""Declares the subcommands and their options.
+"""The subcommands: their options, and what they print.
 
 Each imports what it runs when it is called: the demo chooses its devices before JAX is imported.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import sys
 from typing import Any
 
 import click
+
+from penzai_shard.errors import PlanError
 
 _FILE, _RELAXED = click.Path(dir_okay=False), click.Choice(["error", "replicate"])
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -33,16 +36,29 @@ def penzai_shard() -> None:
 @click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
 @_JSON
 @_ALL
-def plan(**options: object) -> None:
+def plan(
+    model: str, mesh: str, rules: str | None, as_json: bool, show_all: bool, **modes: Any
+) -> None:
     """Print where every array of MODEL lies.
 
     MODEL is a published name such as llama-3-70b, the path of a config.json, or file.py:name or
     module:name, of a model or of a function without arguments that builds one. Its arrays are not
     made.
     """
-    from penzai_shard.cli.plan import print_plan
+    from penzai_shard.cli import inputs
+    from penzai_shard.planning import arguments
+    from penzai_shard.planning.planner import examine
 
-    print_plan(**options)  # type: ignore[arg-type]
+    given = inputs.read_mesh(mesh), inputs.read_rules(rules)
+    request = arguments.read("plan", *given, **modes)
+    made, problems, doubts = examine(inputs.read_model(model), request)
+    if as_json:
+        rows = [{"path": p.path, "what": p.what, "fix": p.fix, "kind": p.kind} for p in problems]
+        data = {**made.to_data(), "problems": rows, "doubts": doubts}
+        print(json.dumps(data, indent=2, default=str))
+    problems.raise_if_any(PlanError)
+    if not as_json:
+        print(made.table(collapse=not show_all), *doubts, sep="\n")
 
 
 @penzai_shard.command()
@@ -53,15 +69,26 @@ def plan(**options: object) -> None:
 @click.option("--on-indivisible", type=_RELAXED, default="error", help="For lengths.")
 @click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
 @_JSON
-def lint(**options: object) -> None:
+def lint(
+    model: str, mesh: str, rules: str | None, batch: str | None, as_json: bool, **modes: Any
+) -> None:
     """Print what is probably a mistake or a waste in how MODEL is laid out.
 
     MODEL is as for "plan"; file.py:NAME of --rules may be a layout. The exit status is 1 if
     something was found.
     """
-    from penzai_shard.cli.lint import print_lint
+    from penzai_shard.cli import inputs
+    from penzai_shard.findings.lint import lint as find
 
-    sys.exit(int(not print_lint(**options)))  # type: ignore[arg-type]
+    # A reference may be that of a layout.
+    given = inputs.read_object(rules) if ":" in (rules or "") else inputs.read_rules(rules)
+    called_with = None if batch is None else inputs.read_object(batch)
+    if callable(called_with):
+        called_with = inputs.build_abstract(called_with)
+    set_up = inputs.read_model(model), inputs.read_mesh(mesh), given
+    report = find(*set_up, batch=called_with, **modes)
+    print(report.to_json() if as_json else report)
+    sys.exit(int(not report.ok))
 
 
 @penzai_shard.command()
@@ -74,9 +101,29 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
     STEP is file.py:name or module:name, of a function without arguments that returns what
     compile_step or compile_ahead gives, or of such a value.
     """
-    from penzai_shard.cli.price import print_price
+    from penzai_shard.cli import inputs
+    from penzai_shard.inspection.compile_ahead import AheadReport
+    from penzai_shard.inspection.compiling import CompiledStep
+    from penzai_shard.inspection.locks import ShardingLock
 
-    print_price(step, lock, show_all)
+    found = inputs.read_object(step)
+    compiled = found() if callable(found) else found
+    if not isinstance(compiled, CompiledStep | AheadReport):
+        what = f"{step} gives a {type(compiled).__name__}, not a compiled step"
+        fix = "Let it return compile_step(step, state, tokens=tokens)."
+        raise inputs.make_error(what, fix)
+    if lock == "-":
+        print(ShardingLock.of(compiled).to_json(), end="")
+    elif lock is not None:
+        ShardingLock.of(compiled).save(lock)
+    else:
+        report = compiled.report()
+        print(report)
+        for part in filter(None, (compiled.memory, compiled.collectives)):
+            # What the first report has said already is left out.
+            notes = [note for note in part.report().notes if note not in report.notes]
+            rows = part.report().rows if show_all else ()
+            print(f"\n{dataclasses.replace(part.report(), rows=rows, notes=notes)}")
 
 
 @penzai_shard.command()
@@ -90,14 +137,33 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
 @click.option("--loss", help="file.py:NAME of a loss; without, next tokens are predicted.")
 @click.option("--out", type=_FILE, help="Write the best to this TOML file.")
 @_JSON
-def choose(**options: object) -> None:
+def choose(
+    model: str, loss: str, optimizer: str, keep: str, as_json: bool, out: str, **options: Any
+) -> None:
     """Print the layouts for training MODEL that fit, the best first.
 
     MODEL is as for "plan". The exit status is 1 if no layout fits.
     """
-    from penzai_shard.cli.choose import print_choices
+    from penzai_shard.choosing.choices import choose_layout
+    from penzai_shard.cli import inputs
+    from penzai_shard.pretrained.families import model_of_config
+    from penzai_shard.training.cross_entropy import cross_entropy
 
-    print_choices(**options)  # type: ignore[arg-type]
+    def predict_tokens(model: Any, rng: Any, state: Any, tokens: Any, targets: Any) -> Any:
+        loss = cross_entropy(model(tokens), targets)
+        return loss, state, {"loss": loss}
+
+    update = inputs.read_object(optimizer if ":" in optimizer else f"optax:{optimizer}")
+    choices = choose_layout(
+        inputs.read_model(model) if ":" in model else model_of_config(model),
+        inputs.read_object(loss) if loss else predict_tokens,
+        update if ":" in optimizer else update(1e-3),
+        keep={rule.logical_axis: rule.mesh_axes for rule in inputs.read_rules(keep).rules},
+        **options,
+    )
+    print(choices.to_json() if as_json else choices)
+    if out:
+        choices.best.save(out)
 
 
 @penzai_shard.command()
@@ -109,7 +175,7 @@ def bill(base: str, head: str, tolerance: float) -> None:
 
     The locks are files of "penzai-shard price --json". The exit status is 1 if something grew.
     """
-    from penzai_shard.cli.price import write_bill
+    from penzai_shard.cli.bill import write_bill
     from penzai_shard.inspection.locks import ShardingLock
 
     text, grew = write_bill(ShardingLock.load(base), ShardingLock.load(head), tolerance)

@@ -1,13 +1,9 @@
-"""Prices a compiled step from the command line, and writes what a change costs as Markdown."""
+"""Writes what a change costs as Markdown, from the locks before it and with it."""
 
-import dataclasses
 import html
 from collections.abc import Iterator
 from typing import Any
 
-from penzai_shard.cli import inputs
-from penzai_shard.inspection.compile_ahead import AheadReport
-from penzai_shard.inspection.compiling import CompiledStep
 from penzai_shard.inspection.locks import MESH, RECOMPILATION, ShardingLock
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import SUMMED, Column, Report
@@ -15,39 +11,6 @@ from penzai_shard.reports.report import SUMMED, Column, Report
 # A comment in a pull request is to be read.
 _MOST_SUMS, _MOST_ROWS = 18, 30
 _TOTALS = ("memory", "sent")
-
-
-def print_price(reference: str, lock: str | None, show_all: bool) -> None:
-    """Prints what a step costs, or writes its lock.
-
-    Args:
-        reference: ``file.py:name`` of what ``compile_step`` or ``compile_ahead`` gave, or of a
-            function without arguments that returns it.
-        lock: The file of the lock, ``"-"`` for the standard output; None to print the reports.
-        show_all: Whether to print every array and every collective, and not the layers only.
-
-    Raises:
-        SelectionError: The name stands for something else.
-    """
-    step = inputs.read_object(reference)
-    if callable(step):
-        step = step()
-    if not isinstance(step, CompiledStep | AheadReport):
-        what = f"{reference} gives a {type(step).__name__}, not a compiled step"
-        fix = "Let it return compile_step(step, state, tokens=tokens)."
-        raise inputs.make_error(what, fix)
-    if lock == "-":
-        print(ShardingLock.of(step).to_json(), end="")
-    elif lock is not None:
-        ShardingLock.of(step).save(lock)
-    else:
-        report = step.report()
-        print(report)
-        for part in filter(None, (step.memory, step.collectives)):
-            # What the first report has said already is left out.
-            notes = [note for note in part.report().notes if note not in report.notes]
-            rows = part.report().rows if show_all else ()
-            print(f"\n{dataclasses.replace(part.report(), rows=rows, notes=notes)}")
 
 
 def write_bill(base: ShardingLock, head: ShardingLock, tolerance: float) -> tuple[str, bool]:
