@@ -87,11 +87,8 @@ def _has_constant_globals(function: types.FunctionType) -> bool:
     """
     if function.__module__ != "__main__":
         return True
-    read = [
-        function.__globals__[name]
-        for name in _names(function.__code__)
-        if name in function.__globals__
-    ]
+    names = _names(function.__code__)
+    read = [value for name, value in function.__globals__.items() if name in names]
     made_once = type | types.FunctionType | types.BuiltinFunctionType
     return all(
         isinstance(value, types.ModuleType)

@@ -7,7 +7,6 @@ the conventions of optax. Sources: Shazeer and Stern, "Adafactor" (2018); Anil e
 Efficient Adaptive Optimization" (2019), for sm3.
 """
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -69,23 +68,29 @@ def _parameters(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
 
 def _tables(paths: Sequence[str], parameters: Mapping[str, Leaf]) -> dict[str, str]:
     """The parameter of each array that stands in a table, by the array's path."""
-    below: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
-    optimizer = [path.split("/") for path in paths if _OPTIMIZER in path.split("/")]
-    for parts in optimizer if parameters else ():
-        for length in range(parts.index(_OPTIMIZER) + 1, len(parts)):
-            below[*parts[:length]].append("/".join(parts[length:]))
-    is_table = {
-        prefix: all(_parameter_at(end, parameters) for end in ends)
-        for prefix, ends in below.items()
+    splits = {path: _split_path(path) for path in paths if parameters}
+    no_tables = {
+        prefix
+        for pairs in splits.values()
+        for prefix, end in pairs
+        if not _parameter_at(end, parameters)
     }
     found: dict[str, str] = {}
-    for parts in optimizer if parameters else ():
+    for path, pairs in splits.items():
         # The shortest: below "mu", a parameter "mu/w" is not the one called "w".
-        for length in range(parts.index(_OPTIMIZER) + 1, len(parts)):
-            if is_table[*parts[:length]]:
-                found["/".join(parts)] = _parameter_at("/".join(parts[length:]), parameters)
-                break
+        end = next((end for prefix, end in pairs if prefix not in no_tables), None)
+        if end is not None:
+            found[path] = _parameter_at(end, parameters)
     return found
+
+
+def _split_path(path: str) -> list[tuple[str, str]]:
+    """A path below an optimizer's state as a table's path and the rest, in each way."""
+    parts = path.split("/")
+    if _OPTIMIZER not in parts:
+        return []
+    places = range(parts.index(_OPTIMIZER) + 1, len(parts))
+    return [("/".join(parts[:n]), "/".join(parts[n:])) for n in places]
 
 
 def _parameter_at(end: str, parameters: Mapping[str, Leaf]) -> str:

@@ -30,11 +30,6 @@ class Lowerable:
     leaves: tuple[Leaf, ...]
     results: tuple[int | str, ...]
 
-    def lower(self) -> Any:
-        """The program as JAX hands it to the compiler."""
-        with auto_context():
-            return self.jitted.lower(*self.args)
-
     def trace(self) -> Any:
         """The program as JAX traced it."""
         with auto_context():

@@ -8,8 +8,8 @@ array: it is compared by content and hashed, so that two builds of a model share
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -99,22 +99,19 @@ class Named:
     statistic: Statistic | None = None
 
 
-# Inside a structure: a leaf, a static value, a node of a reader, a pytree, a box once more.
+# Inside a structure: what is known by number, a pytree, a node of a reader.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
+class _Known(NamedTuple):
+    """A ``"leaf"``, a ``"static"`` value, or a ``"box"`` that occurred before."""
+
+    kind: str
     index: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Static:
-    index: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SameBox:
-    box: int
+class _Tree(NamedTuple):
+    definition: Any
+    parts: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,12 +124,6 @@ class _Box:
     is_plain: bool
     # Compared by Structure.variables, where it counts.
     is_live: bool = dataclasses.field(compare=False)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tree:
-    definition: Any
-    parts: tuple[Any, ...]
 
 
 class Structure:
@@ -203,18 +194,14 @@ class Structure:
         {'name': 'up', 'w': 2.0}
         """
         made: dict[int, Any] = {}
+        statics = [value if settings or not is_number(value) else None for _, value in self.statics]
+        known: dict[str, Any] = {"leaf": values, "static": statics, "box": made}
 
         def join(part: Any) -> Any:
-            match part:
-                case _Slot():
-                    return values[part.index]
-                case _Static():
-                    static = self.statics[part.index][1]
-                    return static if settings or not is_number(static) else None
-                case _SameBox():
-                    return made[part.box]
-                case _Tree():
-                    return part.definition.unflatten(map(join, part.parts))
+            if isinstance(part, _Known):
+                return known[part.kind][part.index]
+            if isinstance(part, _Tree):
+                return part.definition.unflatten(map(join, part.parts))
             node = join(part.inner)
             if part.template is not None and not (plain and part.is_plain):
                 node = part.reader.close(part.template, node)
@@ -281,21 +268,6 @@ def flatten(tree: Any) -> tuple[list[Leaf], Structure]:
 def leaves_of(tree: Any) -> list[Leaf]:
     """The arrays of a tree."""
     return flatten(tree)[0]
-
-
-def with_arrays(tree: Any, arrays: Mapping[str, Any]) -> Any:
-    """The tree with other arrays at some paths; its variables are new ones.
-
-    >>> with_arrays({"w": 1.0, "b": 2.0}, {"w": 3.0})
-    {'b': 2.0, 'w': 3.0}
-    """
-    leaves, structure = flatten(tree)
-    structure.check_paths()
-    problems = Problems("no array of the tree has this path:")
-    for path in arrays.keys() - set(structure.paths):
-        problems.add(path, "there is no such array")
-    problems.raise_if_any(ShardingError)
-    return structure.fill_alike([arrays.get(leaf.path, leaf.value) for leaf in leaves])
 
 
 def variables_of(tree: Any) -> list[Any]:
@@ -369,11 +341,11 @@ class _Walk:
         if is_value or (is_number(value) and not context.in_module):
             return self._slot(value, path, None, context)
         self.statics.append((path, value))
-        return _Static(len(self.statics) - 1)
+        return _Known("static", len(self.statics) - 1)
 
     def _slot(
         self, value: Any, path: str, names: Any, context: _Context, shape: tuple[int, ...] = ()
-    ) -> _Slot:
+    ) -> _Known:
         dtype, shape = None, tuple(getattr(value, "shape", shape))
         if is_array(value):
             dtype = value.dtype
@@ -381,7 +353,7 @@ class _Walk:
             dtype = jax.dtypes.canonicalize_dtype(type(value))
         known = context.role, context.variable, context.statistic
         self.leaves.append(Leaf(path, names, shape, dtype, value, *known))
-        return _Slot(len(self.leaves) - 1)
+        return _Known("leaf", len(self.leaves) - 1)
 
     def _box(self, reader: Reader, node: Any, path: str, context: _Context) -> Any:
         content = reader.open(node)
@@ -392,7 +364,7 @@ class _Walk:
             number, data = self._seen.setdefault(content.identity, (self._boxes, content.data))
             is_kept = _OPTIMIZER in place.split("/")
             if number < self._boxes and _same_arrays(content.data, data, is_kept):
-                return _SameBox(number)
+                return _Known("box", number)
         is_variable = hasattr(reader, "is_live")
         is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
         if content.identity is not None and label:

@@ -19,7 +19,7 @@ import jax
 from penzai import pz
 
 from penzai_shard.arrays.kinds import is_array, itemsize
-from penzai_shard.arrays.structure import leaves_of, with_arrays
+from penzai_shard.arrays.structure import flatten, leaves_of
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
 from penzai_shard.paths import fold_key
@@ -176,13 +176,16 @@ def _kind_of(item: Any) -> Hashable:
 
 
 def _cut_stack(stack: Any, kept: int) -> Any:
-    axis, shorter = stack.stack_axis, {}
-    for leaf in leaves_of(stack.stacked_sublayers):
+    axis, shorter = stack.stack_axis, []
+    leaves, structure = flatten(stack.stacked_sublayers)
+    for leaf in leaves:
         if leaf.names is not None and axis in leaf.names:
             pairs = zip(leaf.names, leaf.shape, strict=True)
             shape = tuple(kept if name == axis else size for name, size in pairs)
-            shorter[leaf.path] = leaf.value.update(shape=shape)
-    layers = with_arrays(stack.stacked_sublayers, shorter)
+            shorter.append(leaf.value.update(shape=shape))
+        else:
+            shorter.append(leaf.value)
+    layers = structure.fill_alike(shorter)
     return dataclasses.replace(stack, stacked_sublayers=layers, stack_axis_size=kept)
 
 

@@ -125,7 +125,7 @@ class _Step:
 
     def lower(self, *args: Any, **inputs: Any) -> Any:
         """The lowered program, as of ``jax.jit``; arguments as for ``lowerable``."""
-        return self.lowerable(*args, **inputs).lower()
+        return self.trace(*args, **inputs).lower()
 
     def trace(self, *args: Any, **inputs: Any) -> Any:
         """The traced program, as of ``jax.jit``; arguments as for ``lowerable``."""

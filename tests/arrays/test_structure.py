@@ -24,12 +24,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.arrays.static_values import same_static
-from penzai_shard.arrays.structure import (
-    flatten,
-    leaves_of,
-    read_variables,
-    with_arrays,
-)
+from penzai_shard.arrays.structure import flatten, leaves_of, read_variables
 from penzai_shard.errors import ShardingError
 from tests import models
 from tests.refusals import problem_paths
@@ -248,21 +243,9 @@ def test_read_variables_gives_whatever_was_assigned(transform, before, assign):
     jax.tree.map(np.testing.assert_array_equal, found, [assign(before)])
 
 
-def test_with_arrays_replaces_some_and_keeps_variables_live():
-    tree = {"live": models.counted_mlp(), "frozen": SHARED.freeze()}
-    made = with_arrays(tree, {"count": jnp.asarray(5.0)})
-    assert (made["live"].count.value, tree["live"].count.value) == (5, 0)
-    assert are_identical(values_of(made["live"].body), values_of(tree["live"].body))
-    assert flatten(made)[1] == flatten(tree)[1]
-
-
-@pytest.mark.parametrize(
-    ("tree", "paths"),
-    [({"a": 1.0}, {"b", "c"}), ({"a/b": 1.0, "a": {"b": 2.0}}, {"a/b"})],
-    ids=["unknown paths", "two arrays of one path"],
-)
-def test_with_arrays_refuses_paths_that_are_no_arrays(tree, paths):
-    assert {*problem_paths(ShardingError, with_arrays, tree, dict.fromkeys(paths, 3.0))} == paths
+def test_check_paths_refuses_two_arrays_of_one_path():
+    structure = flatten({"a/b": 1.0, "a": {"b": 2.0}})[1]
+    assert problem_paths(ShardingError, structure.check_paths) == ["a/b"]
 
 
 def test_fill_uninitialized_v1_gives_nodes_of_structs_and_parameters_of_arrays():
