@@ -12,7 +12,6 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
 from tests.fitting import runs
 from tests.fitting.runs import draw, initial, make_batch, train
-from tests.refusals import problem_paths
 
 
 @pytest.fixture(autouse=True)
@@ -87,21 +86,3 @@ def test_fit_refuses_what_is_no_batch(batches):
         train(batches, shard_batch=lambda batch: batch)
     assert {problem.path for problem in caught.value.problems} == {"batches"}
     assert int(caught.value.state.step) == 0
-
-
-def test_fit_refuses_the_state_of_an_iterator_that_json_does_not_hold(tmp_path):
-    class Odd:
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            return make_batch(0)
-
-        def get_state(self):
-            return {"rows": (1, 2)}
-
-        def set_state(self, state):
-            raise AssertionError
-
-    assert problem_paths(pzs.RuleTypeError, train, Odd(), checkpoint=tmp_path) == ["batches"]
-    assert len(train((batch for batch in Odd()), steps=3, checkpoint=tmp_path)[1]) == 3

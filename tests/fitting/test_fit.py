@@ -282,6 +282,13 @@ def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
     ]
 
 
+def test_fit_refuses_the_state_of_an_iterator_that_json_does_not_hold(tmp_path):
+    odd = CountingIterator()
+    odd.get_state = lambda: {"rows": (1, 2)}
+    assert problem_paths(pzs.RuleTypeError, train, odd, checkpoint=tmp_path) == ["batches"]
+    assert len(train((batch for batch in odd), steps=3, checkpoint=tmp_path)[1]) == 3
+
+
 def test_fit_keeps_regular_and_best_checkpoints(tmp_path):
     losses = iter([3.0, 1.0, float("nan"), 4.0])
     evaluation = {"eval_step": lambda state, x: next(losses), "eval_batches": list(draw(1))}

@@ -140,16 +140,14 @@ def test_infer_names_answers_an_unknown_path_with_the_nearest(inferred):
 
 
 def test_infer_names_gives_the_name_of_an_override_to_the_whole_axis():
-    found = infer(overrides={"*.up": ("width", "hidden"), "unused": ("extra",)})
+    overrides = {"*.up": ("width", "hidden"), "*.q": (None, "people*depth"), "unused": ("extra",)}
+    found = infer(overrides=overrides)
     assert found["embed"] == ("vocabulary", "width")
     assert found["1.down"] == ("hidden", "width")
     assert found["unused"] == ("extra",)
     assert found.reasons("embed")[1] == "an override says so"
-
-
-def test_infer_names_takes_an_override_of_the_parts_of_a_product():
-    found = infer(overrides={"*.q": (None, "people*depth")})
-    assert found["0.k"] == ("embedding", "people*depth")
+    # Also to the parts of a product.
+    assert found["0.k"] == ("width", "people*depth")
     assert found["0.o"][0] == "people*projection"
 
 
