@@ -22,7 +22,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|condition|body|true_computation|false_computation|branch_computations"
-    r"|called_computations)=(?:%([\w.\-]+)|\{([^}]*)\})"
+    r"|called_computations)=(%[\w.\-]+|\{[^}]*\})"
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -125,11 +125,7 @@ class Instruction:
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs."""
-        return tuple(
-            name
-            for one, several in _CALLED.findall(self.rest)
-            for name in ([one] if one else _NAME.findall(several))
-        )
+        return tuple(_NAME.findall(" ".join(_CALLED.findall(self.rest))))
 
     def attribute(self, key: str) -> str | None:
         """The text of an attribute; None if it has none."""
