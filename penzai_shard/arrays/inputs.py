@@ -52,12 +52,9 @@ def run_inputs(
             fix = "Set jax.config.update('jax_enable_x64', True)."
             problems.add(leaf.path, "it has integers that 32 bits cannot hold", fix)
     problems.raise_if_any(ShardingError)
-    return [_on_auto_twin(leaf) for leaf in leaves], structure
-
-
-def _on_auto_twin(leaf: Leaf) -> Leaf:
-    value = on_auto_twin(leaf.value)
-    return leaf if value is leaf.value else dataclasses.replace(leaf, value=value)
+    values = on_auto_twin([leaf.value for leaf in leaves])
+    pairs = zip(leaves, values, strict=True)
+    return [dataclasses.replace(leaf, value=value) for leaf, value in pairs], structure
 
 
 def bound_sharding(value: Any) -> Sharding | None:

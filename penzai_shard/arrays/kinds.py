@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 # NumPy's kinds of dtypes for bytes, text, Python objects, spans and dates.
-_KINDS_OF_NO_DEVICE = frozenset("SUOmM")
+_HOST_KINDS = frozenset("SUOmM")
 
 
 def is_array(value: Any) -> bool:
@@ -17,9 +17,8 @@ def is_array(value: Any) -> bool:
     """
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return True
-    return (
-        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _KINDS_OF_NO_DEVICE
-    )
+    is_host = isinstance(value, np.ndarray | np.generic)
+    return is_host and value.dtype.kind not in _HOST_KINDS
 
 
 def is_number(value: Any) -> bool:

@@ -26,15 +26,14 @@ def name_statistics(leaves: Sequence[Leaf]) -> list[Leaf]:
     A statistic whose dimensions cannot be told keeps ``statistic.kept`` None, and has no names.
     """
     parameters = _parameters(leaves)
-    tables = _tables([leaf.path for leaf in leaves], parameters)
-    return [_name_statistic(leaf, parameters, tables) for leaf in leaves]
+    owners = _find_owners([leaf.path for leaf in leaves], parameters)
+    return [_name_statistic(leaf, owners.get(leaf.path), bool(parameters)) for leaf in leaves]
 
 
-def _name_statistic(leaf: Leaf, parameters: Mapping[str, Leaf], tables: Mapping[str, str]) -> Leaf:
+def _name_statistic(leaf: Leaf, parameter: Leaf | None, has_parameters: bool) -> Leaf:
     statistic = leaf.statistic
     if statistic is not None and statistic.kept is not None:
         return leaf
-    parameter = parameters[tables[leaf.path]] if leaf.path in tables else None
     if parameter is not None and (leaf.shape != parameter.shape or leaf.names is None):
         statistic = Statistic(parameter.path, parameter.names, parameter.shape)
     if statistic is not None and statistic.sizes is not None:
@@ -44,15 +43,11 @@ def _name_statistic(leaf: Leaf, parameters: Mapping[str, Leaf], tables: Mapping[
             names = tuple(None if dim is None else statistic.names[dim] for dim in kept)
         statistic = dataclasses.replace(statistic, kept=kept)
         return dataclasses.replace(leaf, names=names, statistic=statistic)
-    is_coefficient = (
-        parameters
-        and leaf.names is None
-        and statistic is None
-        and _OPTIMIZER in leaf.path.split("/")
-        and leaf.shape
-        and int(np.prod(leaf.shape)) <= _MOST_COEFFICIENTS
-    )
-    return dataclasses.replace(leaf, names=(None,) * len(leaf.shape)) if is_coefficient else leaf
+    is_of_optimizer = statistic is None and _OPTIMIZER in leaf.path.split("/")
+    is_small = leaf.shape and int(np.prod(leaf.shape)) <= _MOST_COEFFICIENTS
+    if has_parameters and is_of_optimizer and leaf.names is None and is_small:
+        return dataclasses.replace(leaf, names=(None,) * len(leaf.shape))
+    return leaf
 
 
 def _parameters(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
@@ -66,21 +61,22 @@ def _parameters(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
     return found
 
 
-def _tables(paths: Sequence[str], parameters: Mapping[str, Leaf]) -> dict[str, str]:
+def _find_owners(paths: Sequence[str], parameters: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The parameter of each array that stands in a table, by the array's path."""
     splits = {path: _split_path(path) for path in paths if parameters}
     no_tables = {
         prefix
         for pairs in splits.values()
         for prefix, end in pairs
-        if not _parameter_at(end, parameters)
+        if _parameter_at(end, parameters) is None
     }
-    found: dict[str, str] = {}
+    found: dict[str, Leaf] = {}
     for path, pairs in splits.items():
+        ends = (end for prefix, end in pairs if prefix not in no_tables)
+        owners = (_parameter_at(end, parameters) for end in ends)
         # The shortest: below "mu", a parameter "mu/w" is not the one called "w".
-        end = next((end for prefix, end in pairs if prefix not in no_tables), None)
-        if end is not None:
-            found[path] = _parameter_at(end, parameters)
+        if (owner := next(owners, None)) is not None:
+            found[path] = owner
     return found
 
 
@@ -93,12 +89,10 @@ def _split_path(path: str) -> list[tuple[str, str]]:
     return [("/".join(parts[:n]), "/".join(parts[n:])) for n in places]
 
 
-def _parameter_at(end: str, parameters: Mapping[str, Leaf]) -> str:
+def _parameter_at(end: str, parameters: Mapping[str, Leaf]) -> Leaf | None:
     """The parameter at the end of a path, which may have a number behind it, as in sm3."""
-    if end in parameters:
-        return end
     shorter, _, last = end.rpartition("/")
-    return shorter if last.isdigit() and shorter in parameters else ""
+    return parameters.get(end) or (parameters.get(shorter) if last.isdigit() else None)
 
 
 def kept_dimensions(

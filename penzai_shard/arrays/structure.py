@@ -242,11 +242,9 @@ class Structure:
         own, found = ([*zip(s.paths, s.names, strict=True), *s.statics] for s in (self, other))
         for here, there in itertools.zip_longest(own, found):
             if not same_static(here, there):
-                path, what = here or there
-                other_path, other_what = there or ("", "nothing")
-                what = (
-                    f"axes or setting are {what}, and the other has {other_what} at {other_path!r}"
-                )
+                path, axes = here or there
+                place, others = there or ("", "nothing")
+                what = f"axes or setting are {axes}, and the other has {others} at {place!r}"
                 return Problem(path, what, "Keep all as it was.")
         return Problem("", "a container or a setting of a module differs", "Keep it as it was.")
 

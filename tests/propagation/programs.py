@@ -1,7 +1,6 @@
 """Programs with a ``shard_map`` in them, lowered for a mesh without devices.
 
 ``SHARD_MAPS`` has functions of two arrays by name, ``lower_shard_map`` lowers one of them.
-``python -m tests.propagation.programs`` propagates all of them, as this once ended the process.
 """
 
 import jax
@@ -98,13 +97,6 @@ SHARD_MAPS = {
 }
 
 
-def lower_shard_map(name, of_weights=("data",)):
-    """A program of ``SHARD_MAPS``: rows of its first array are split, its weights as one says."""
-    return lower(SHARD_MAPS[name], array("data"), array(*of_weights))
-
-
-if __name__ == "__main__":
-    from penzai_shard.propagation.flat import propagate_lowered
-
-    for name in SHARD_MAPS:
-        print(name, len(propagate_lowered(lower_shard_map(name)).operations), flush=True)
+def lower_shard_map(name):
+    """A program of ``SHARD_MAPS``: rows of its arrays are split."""
+    return lower(SHARD_MAPS[name], array("data"), array("data"))

@@ -16,15 +16,11 @@ from tests.propagation.programs import array, lower, undecided
 LEAST_ALIKE = 0.99
 
 
-def run_child(module):
+def test_layouts_of_train_steps_are_those_that_xla_writes_down():
     # What is read from JAX's cache is not compiled, so that XLA writes nothing down.
     settings = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, "-m", f"tests.propagation.{module}"]
-    return subprocess.run(command, env=settings, capture_output=True, text=True)
-
-
-def test_layouts_of_train_steps_are_those_that_xla_writes_down():
-    done = run_child("xla_dump")
+    command = [sys.executable, "-m", "tests.propagation.xla_dump"]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == 6
