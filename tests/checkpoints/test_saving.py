@@ -185,9 +185,7 @@ def test_save_params_replaces_nothing_where_directories_cannot_be_exchanged(tmp_
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_restore_params_refuses_a_checkpoint_that_is_replaced_meanwhile(
-    tmp_path, monkeypatch, verify
-):
+def test_restore_params_refuses_what_is_replaced_meanwhile(tmp_path, monkeypatch, verify):
     path, read_arrays = tmp_path / "may", parameters.read_arrays
 
     def save(value):

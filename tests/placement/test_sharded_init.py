@@ -173,9 +173,8 @@ def test_abstract_model_makes_what_is_no_parameter():
     abstract, model = pzs.abstract_model(counted_mlp), counted_mlp()
     restored = pzs.with_params(abstract, pzs.param_dict(model))
     x = pz.nx.ones({"features": 8})
-    assert isinstance(
-        abstract.body.sublayers[0].sublayers[0].weights.value.data_array, jax.ShapeDtypeStruct
-    )
+    weights = abstract.body.sublayers[0].sublayers[0].weights.value
+    assert isinstance(weights.data_array, jax.ShapeDtypeStruct)
     np.testing.assert_array_equal(restored(x).data_array, model(x).data_array)
     assert float(restored.count.value) == 1
 

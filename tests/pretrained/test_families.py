@@ -115,9 +115,7 @@ SUBSET = {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 500}
         ("gemma2", SCALED, False, ApplyScaledRoPE, [(8.0, (1.0, 4.0, 8192))] * 4),
     ],
 )
-def test_layers_compute_with_the_numbers_of_the_configuration(
-    name, changes, stacked, kind, expected
-):
+def test_layers_compute_with_the_numbers_of_a_config(name, changes, stacked, kind, expected):
     read = {
         pz.nn.Elementwise: lambda x: x.fn.keywords["approximate"],
         pz.nn.ApplyRoPEToSubset: lambda x: (x.rope_subset_size, x.max_wavelength),

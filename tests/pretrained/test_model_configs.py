@@ -173,9 +173,7 @@ def test_layers_that_are_not_listed_follow_a_pattern(listed, pattern, windows):
         (None, None),
     ],
 )
-def test_read_config_refuses_other_architectures_with_those_that_are_known(
-    architectures, model_type
-):
+def test_read_config_refuses_other_architectures_with_all_known(architectures, model_type):
     config = {"architectures": architectures, "model_type": model_type}
     (problem,) = problems_of(pzs.CheckpointMismatchError, read_config, config)
     assert problem.path == "architectures"
