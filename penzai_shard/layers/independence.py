@@ -109,13 +109,13 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
             return jax.make_jaxpr(run)(structs)
 
     trace(object(), 1)  # If the layer fails as it is, its own error says so.
-    given = [
-        pair for x in leaves[first_input:] for pair in zip(x.names or (), x.shape, strict=True)
-    ]
+    lengths: dict[Any, int] = {}
+    for leaf in leaves[first_input:]:
+        lengths |= zip(leaf.names or (), leaf.shape, strict=False)
     rows, facts = [], {}
-    for axis, length in dict(given).items():
+    for axis, length in lengths.items():
         if axis is not None:
-            whole = (leaf for leaf, is_part in zip(leaves, is_split, strict=True) if not is_part)
+            whole = (leaf for leaf in leaves[:first_input] if leaf.role != "state")
             holder = next((leaf.path for leaf in whole if axis in (leaf.names or ())), None)
             found = _judge_axis(axis, length, trace, keys, holder)
             facts[axis] = [dataclasses.asdict(mixing) for mixing in found]
