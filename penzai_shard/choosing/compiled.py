@@ -27,6 +27,7 @@ from penzai_shard.inspection.hlo import Instruction, Place, Program
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
 from penzai_shard.inspection.memory import make_memory_report
 from penzai_shard.jax_internals import compiler
+from penzai_shard.layouts.axis_roles import mesh_axes_of
 
 _FLAGS = {
     # Nothing of it runs: code is made as fast as it can be, by the older of two ways.
@@ -58,9 +59,12 @@ def compile_candidates(
     threads = ThreadPoolExecutor(2)
     with read_standard_error([]):
         try:
-            pairs = itertools.product(candidates, models)
+            pairs = [*itertools.product(candidates, models)]
             started = [_start(problem, *pair, threads) for pair in pairs]
-            costs = [_read_cost(step, future.result()) for step, future in started]
+            costs = [
+                _read_cost(candidate, step, future.result())
+                for (candidate, _), (step, future) in zip(pairs, started, strict=True)
+            ]
         except jax.errors.JaxRuntimeError as error:
             raise CompilationError(f"choose_layout: the compiler says: {error}") from error
         finally:
@@ -80,7 +84,7 @@ def _start(
     problem: Problem, candidate: Candidate, model: Any, threads: ThreadPoolExecutor
 ) -> tuple[LoweredStep, "Future[compiler.Compiled]"]:
     step, state, inputs = problem.build(candidate, model=model)
-    lowered = lower_step(step, (state,), inputs, "choose_layout")
+    lowered = lower_step(step, (state,), inputs, "choose_layout", with_layers=False)
     count = candidate.mesh.size
     return lowered, threads.submit(
         compiler.compile_bytecode,
@@ -93,7 +97,7 @@ def _start(
 # A compiled step
 
 
-def _read_cost(lowered: LoweredStep, program: compiler.Compiled) -> StepCost:
+def _read_cost(candidate: Candidate, lowered: LoweredStep, program: compiler.Compiled) -> StepCost:
     compiled = make_compiled_step(lowered, program, "cpu", None, "")
     held = make_memory_report(compiled.step, compiled.figures, None)
     memory = {
@@ -105,6 +109,7 @@ def _read_cost(lowered: LoweredStep, program: compiler.Compiled) -> StepCost:
     memory["activations"] = max(held.total - sum(memory.values()), 0)
     sent: dict[Any, float] = collections.defaultdict(float)
     added = _find_added(compiled.program)
+    batch = {*mesh_axes_of("batch", [candidate.layout.compute])}
     for one in compiled.collectives.collectives:
         for part in one.parts:
             if one.name in added and not part.keeps_slice:
@@ -112,23 +117,23 @@ def _read_cost(lowered: LoweredStep, program: compiler.Compiled) -> StepCost:
             # Compilers for CPUs write a reduce-scatter as an all-reduce and a slice.
             kind = "reduce-scatter" if part.keeps_slice else one.kind
             count = wire_bytes(kind, part.payload_bytes, one.group_size) * (one.times or 1)
-            sent[*_read_kind(compiled.step, part), one.mesh_axes or ()] += count
+            axes = one.mesh_axes or ()
+            over_batch = not batch.isdisjoint(axes)
+            sent[*_read_kind(compiled.step, part, over_batch), axes] += count
     lines = tuple(Sent(*reason, bytes=n) for reason, n in sent.items() if n)  # type: ignore[misc]
     in_bytes = {name: float(count) for name, count in memory.items()}
     return StepCost(float(_count_flops(compiled.program)), lines, in_bytes)
 
 
-def _read_kind(step: LoweredStep, part: Part) -> tuple[str, tuple[Any, ...]]:
+def _read_kind(step: LoweredStep, part: Part, over_batch: bool) -> tuple[str, tuple[Any, ...]]:
     """What a collective moves, and its logical axes if it is of an array of the state."""
     path = part.moves.rpartition(" of ")[2]
     array = next((x for x in step.arguments if x.path == path), None)
     is_gradient = part.moves.startswith("gradient of ")
-    if array is not None and is_gradient:
-        # What layers pass on, down to a table of embeddings, is not the gradient of that: it has
-        # other layers, or where there are none, another size.
-        owners, holders = {*part.layers} & {*step.layers.order}, {*step.layers.holders(path)}
-        is_part = 4 * math.prod(array.shape) % max(part.payload_bytes, 1) == 0
-        array = array if is_part and owners <= holders else None
+    is_part = array is not None and 4 * math.prod(array.shape) % max(part.payload_bytes, 1) == 0
+    if is_gradient and not (is_part and over_batch):
+        # What layers pass on, down to a table of embeddings, is not the gradient of that.
+        array = None
     if part.phase == "optimizer" or (array and array.part == "optimizer state"):
         return "optimizer", tuple((array and array.names) or ())
     if array is None or array.part != "parameters":

@@ -90,6 +90,7 @@ def lower_step(
     kwargs: Mapping[str, Any],
     called: str,
     platform: str | None = None,
+    with_layers: bool = True,
 ) -> LoweredStep:
     """Lowers a step for structs in place of its arrays.
 
@@ -100,6 +101,7 @@ def lower_step(
         called: The function that was called, for messages.
         platform: What it is lowered for: ``"cpu"``, ``"tpu"``, ``"cuda"``; by default for the
             devices of the mesh, and for CPUs if the mesh is abstract.
+        with_layers: Whether layers are marked, which takes as long as the rest.
 
     Raises:
         RuleTypeError: It is no step.
@@ -110,9 +112,11 @@ def lower_step(
     step, args, kwargs = _open(step, tuple(args), dict(kwargs))
     _check_step(step, called)
     layers, found, notes = Layers(), None, []
+    unmarked: Any = lambda tree, *_: tree  # noqa: E731
     with _keep_variables(step, called):
         try:
-            found = _trace(step, args, kwargs, layers.mark, called)
+            mark = layers.mark if with_layers else unmarked
+            found = _trace(step, args, kwargs, mark, called)
         except ShardingError:
             raise
         except Exception as error:
@@ -121,7 +125,7 @@ def lower_step(
             notes.append(f"nothing is known of its layers: with marks in them it fails ({reason})")
         if found is None:
             layers = Layers()
-            found = _trace(step, args, kwargs, lambda tree, *_: tree, called)
+            found = _trace(step, args, kwargs, unmarked, called)
     traced, mesh = found.traced, found.mesh or _find_other_mesh(found.traced, called)
     platform = platform or ("cpu" if isinstance(mesh, AbstractMesh) else None)
     lowered = traced.lower(lowering_platforms=platform and (platform,))
