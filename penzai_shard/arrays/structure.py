@@ -106,7 +106,7 @@ class _Known(NamedTuple):
     """A ``"leaf"``, a ``"static"`` value, or a ``"box"`` that occurred before."""
 
     kind: str
-    index: int
+    number: int
 
 
 class _Tree(NamedTuple):
@@ -199,7 +199,7 @@ class Structure:
 
         def join(part: Any) -> Any:
             if isinstance(part, _Known):
-                return known[part.kind][part.index]
+                return known[part.kind][part.number]
             if isinstance(part, _Tree):
                 return part.definition.unflatten(map(join, part.parts))
             node = join(part.inner)

@@ -29,11 +29,12 @@ import jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from penzai_shard.propagation.passes import check, mesh_axes, propagate
+from penzai_shard.propagation.passes import propagate
 from penzai_shard.propagation.xla_form import (
     ORDER,
     Mlir,
     main_block,
+    mesh_axes,
     name_of,
     operations_in,
     to_xla_form,
@@ -178,7 +179,7 @@ def propagate_lowered(lowered: jax.stages.Lowered, *, notes: bool = True) -> Pro
             which mesh axes went from where to where.
 
     Raises:
-        PropagationError: See ``passes.check`` and ``passes.propagate``.
+        PropagationError: See ``to_xla_form`` and ``passes.propagate``.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
     >>> rows = jax.NamedSharding(mesh, jax.P("data"))
@@ -188,14 +189,11 @@ def propagate_lowered(lowered: jax.stages.Lowered, *, notes: bool = True) -> Pro
     >>> program.values[program.results[0]].spec
     ((), ('data',))
     """
-    module: Mlir = lowered.compiler_ir("stablehlo")
+    module = to_xla_form(lowered)
     with module.context:
-        copied = module.operation.clone().operation
-        to_xla_form(copied)
-        check(copied)
-        given, _ = read_ends(main_block(copied))
-        propagate(copied, notes=notes)
-        program = read(copied)
+        given, _ = read_ends(main_block(module))
+        propagate(module, notes=notes)
+        program = read(module)
     pairs = zip(program.arguments, given, strict=True)
     program.laid_out = frozenset(number for number, entry in pairs if "sdy.sharding" in entry)
     return program
@@ -268,7 +266,8 @@ class _Reader:
 
     def _add_typed(self, kind: Mlir, sharding: Mlir, origins: Mlir) -> int:
         shape, dtype = self._once(_read_type, kind)
-        spec, is_open = ((),) * len(shape), (True,) * len(shape)
+        spec: Spec = ((),) * len(shape)
+        is_open = (True,) * len(shape)
         if sharding is not None:
             spec, is_open = self._once(read_spec, sharding)
         names = {} if origins is None else self._once(_read_origins, origins)

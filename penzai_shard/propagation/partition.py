@@ -32,7 +32,7 @@ from penzai_shard.propagation.flat import (
     read_rule,
     read_spec,
 )
-from penzai_shard.propagation.passes import check, propagate
+from penzai_shard.propagation.passes import propagate
 from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in, to_xla_form
 
 _COLLECTIVES = (
@@ -68,7 +68,8 @@ class MarkedProgram:
         lowered: What ``jax.jit(f).lower(...)`` returns; it is left as it is.
 
     Raises:
-        PropagationError: Something in it runs per device, by ``jax.shard_map``.
+        PropagationError: Something in it runs per device, by ``jax.shard_map``, or see
+            ``to_xla_form``.
 
     >>> mesh = jax.sharding.AbstractMesh((1, 2), ("rows", "rest"))
     >>> rows = jax.NamedSharding(mesh, jax.P("rows"))
@@ -83,13 +84,9 @@ class MarkedProgram:
     """
 
     def __init__(self, lowered: jax.stages.Lowered) -> None:
-        module: Mlir = lowered.compiler_ir("stablehlo")
-        self._context = module.context
+        self._module = to_xla_form(lowered)
         self._cache: dict[Any, Any] = {}
-        with self._context:
-            self._module = module.operation.clone().operation
-            to_xla_form(self._module)
-            check(self._module)
+        with self._module.context:
             problems = Problems("what runs per device cannot be priced by propagation:")
             for each in operations_in(self._module, "sdy.manual_computation"):
                 fix = "Leave jax.shard_map out, or compile the step: compile_step(step, ...)."
@@ -120,7 +117,7 @@ class MarkedProgram:
         Raises:
             PropagationError: See ``passes.propagate``.
         """
-        with self._context:
+        with self._module.context:
             module = self._module.clone().operation
             axes = [sdy.MeshAxisAttr.get(*each) for each in mesh_sizes.items()]
             ir.SymbolTable(module)["mesh"].attributes["mesh"] = sdy.MeshAttr.get(axes)

@@ -11,52 +11,17 @@ import re
 
 from jaxlib import version
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problem, Problems, PropagationError
-from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in
+from penzai_shard.propagation.xla_form import HEADLINE, Mlir, operations_in
 
-_HEADLINE = "layouts cannot be propagated:"
 _PIPELINE = "sdy-propagation-pipeline"
 _PROPAGATE = "sdy-user-priority-propagate"
 # Behind the propagation: how arguments and results are laid out where lengths do not divide.
 _AT_THE_ENDS = (
     "sdy-update-non-divisible-input-output-shardings,sdy-remove-sub-axes-in-input-output-shardings"
 )
-
-
-def check(module: Mlir) -> None:
-    """Refuses a module whose layouts cannot be propagated; its context has to be in force.
-
-    Raises:
-        PropagationError: Shapes are unknown, or a mesh axis has two sizes; all of them are in it.
-    """
-    problems = Problems(_HEADLINE)
-    # What is computed from an argument of unknown shape says nothing new.
-    arguments = [(value.type, name_of(value)) for value in main_block(module).arguments]
-    made = [(value.type, name_of(each)) for each in operations_in(module) for value in each.results]
-    for kind, name in _unknown(arguments) or _unknown(made):
-        fix = "Lower the function for arguments whose lengths are numbers."
-        problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
-    known = dict(mesh_axes(module))
-    for name, size in mesh_axes(module):
-        if size != known[name]:
-            what = f"mesh axis {name!r} is of {size} and of {known[name]} devices"
-            problems.add("", what, "Use one mesh in all of the function.", "several meshes")
-    problems.raise_if_any(PropagationError)
-
-
-def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
-    shaped = [each for each in values if isinstance(each[0], ir.ShapedType)]
-    return [each for each in shaped if not each[0].has_static_shape]
-
-
-def mesh_axes(module: Mlir) -> list[tuple[str, int]]:
-    """Name and size of the axes of all meshes in a module."""
-    meshes = [sdy.MeshAttr(each.attributes["mesh"]) for each in operations_in(module, "sdy.mesh")]
-    axes = [sdy.MeshAxisAttr(axis) for mesh in meshes for axis in mesh.axes]
-    return [(axis.name, axis.size) for axis in axes]
 
 
 def propagate(module: Mlir, *, notes: bool = False) -> None:
@@ -71,8 +36,9 @@ def propagate(module: Mlir, *, notes: bool = False) -> None:
     Raises:
         PropagationError: Shardy refuses the program, or this jaxlib has other passes.
     """
-    problems = Problems(_HEADLINE)
-    passes = _make_passes(notes, bool(operations_in(module, "sdy.sharding_group")))
+    problems = Problems(HEADLINE)
+    origins = notes and not operations_in(module, "sdy.sharding_group")
+    passes = _make_passes(notes, origins)
     try:
         passes.run(module)
     except ir.MLIRError as error:
@@ -81,18 +47,18 @@ def propagate(module: Mlir, *, notes: bool = False) -> None:
             location = ir.Location.from_attr(each.location.attr)
             path = location.name_str if isinstance(location, ir.NameLoc) else ""
             problems.add(path, f"Shardy says: {each.message}", kind="refused")
-        raise PropagationError(_HEADLINE, problems) from error
+        raise PropagationError(HEADLINE, problems) from error
 
 
-def _make_passes(notes: bool, has_ties: bool) -> PassManager:
+def _make_passes(edges: bool, origins: bool) -> PassManager:
     try:
         whole = str(PassManager.parse(f"builtin.module({_PIPELINE})"))
         before, _, behind = whole.partition(_PROPAGATE)
         options = behind.partition("}")[0]
-        if notes:
+        if edges:
             before = _switch_on(before, "debug-propagation-edge-sharding")
             options = _switch_on(options, "debug-propagation-edge-sharding")
-        if notes and not has_ties:
+        if origins:
             # Never before: sdy-apply-sharding-constraints puts constraints before a shard_map, and
             # would read their names, which it has not given them. That ends the process.
             options = _switch_on(options, "debug-sharding-origins")
@@ -102,7 +68,7 @@ def _make_passes(notes: bool, has_ties: bool) -> PassManager:
     except ValueError as error:
         what = f"jaxlib {version.__version__} has other passes than are known: {error}"
         problem = Problem("", what, "Install jaxlib 0.10.2.", "other jaxlib")
-        raise PropagationError(_HEADLINE, [problem]) from error
+        raise PropagationError(HEADLINE, [problem]) from error
     # It refuses what Shardy notes on loops.
     passes.enable_verifier(False)
     return passes

@@ -17,36 +17,70 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
+from penzai_shard.errors import Problems, PropagationError
+
 # jaxlib has no types for what its MLIR modules are made of.
 Mlir = Any
 
+HEADLINE = "layouts cannot be propagated:"
 ORDER = "penzai_shard.order"
 """Attribute of an operation: where it stands in the program that JAX wrote."""
 
 
-def to_xla_form(module: Mlir) -> None:
-    """Changes a module into the form in which XLA has it; its context has to be in force.
+def to_xla_form(lowered: jax.stages.Lowered) -> Mlir:
+    """A copy of a lowered program in the form in which XLA has it.
 
     Each operation keeps its place in JAX's order as the attribute ``ORDER``. The operations of a
     called function are named after the call too: ``call's name/own name``.
+
+    Raises:
+        PropagationError: Shapes are unknown, or a mesh axis has two sizes; all of them are in it.
     """
-    _inline_calls(module)
-    PassManager.parse("builtin.module(symbol-dce)").run(module)
-    for operation in operations_in(module):
-        if operation.name == "stablehlo.broadcast_in_dim":
-            _take_apart(operation)
-        elif operation.name.startswith("chlo."):
-            _give_rule(operation)
-        elif operation.name == "stablehlo.while":
-            _capture_invariants(operation)
-    integer = ir.IntegerType.get_signless(64)
-    for number, operation in enumerate(operations_in(module)):
-        operation.attributes[ORDER] = ir.IntegerAttr.get(integer, number)
-    _put_in_post_order(main_block(module))
+    given: Mlir = lowered.compiler_ir("stablehlo")
+    with given.context:
+        module = given.operation.clone().operation
+        _inline_calls(module)
+        PassManager.parse("builtin.module(symbol-dce)").run(module)
+        for operation in operations_in(module):
+            if operation.name == "stablehlo.broadcast_in_dim":
+                _take_apart(operation)
+            elif operation.name.startswith("chlo."):
+                _give_rule(operation)
+            elif operation.name == "stablehlo.while":
+                _capture_invariants(operation)
+        integer = ir.IntegerType.get_signless(64)
+        for number, operation in enumerate(operations_in(module)):
+            operation.attributes[ORDER] = ir.IntegerAttr.get(integer, number)
+        _put_in_post_order(main_block(module))
+        _check(module)
+    return module
+
+
+def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
+    shaped = [each for each in values if isinstance(each[0], ir.ShapedType)]
+    return [each for each in shaped if not each[0].has_static_shape]
+
+
+def _check(module: Mlir) -> None:
+    """Refuses shapes that are not known, and a mesh axis of two sizes, all of them at once."""
+    problems = Problems(HEADLINE)
+    # What is computed from an argument of unknown shape says nothing new.
+    arguments = [(value.type, name_of(value)) for value in main_block(module).arguments]
+    made = [(value.type, name_of(each)) for each in operations_in(module) for value in each.results]
+    for kind, name in _unknown(arguments) or _unknown(made):
+        fix = "Lower the function for arguments whose lengths are numbers."
+        problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
+    known = dict(mesh_axes(module))
+    for name, size in mesh_axes(module):
+        if size != known[name]:
+            what = f"mesh axis {name!r} is of {size} and of {known[name]} devices"
+            problems.add("", what, "Use one mesh in all of the function.", "several meshes")
+    problems.raise_if_any(PropagationError)
 
 
 def operations_in(module: Mlir, kind: str = "") -> list[Mlir]:
@@ -71,6 +105,13 @@ def name_of(thing: Mlir) -> str:
     """JAX's name of an operation, an argument or the like; empty without one."""
     location = thing.location
     return str(location.name_str) if isinstance(location, ir.NameLoc) else ""
+
+
+def mesh_axes(module: Mlir) -> list[tuple[str, int]]:
+    """Name and size of the axes of all meshes in a module."""
+    meshes = [sdy.MeshAttr(each.attributes["mesh"]) for each in operations_in(module, "sdy.mesh")]
+    axes = [sdy.MeshAxisAttr(axis) for mesh in meshes for axis in mesh.axes]
+    return [(axis.name, axis.size) for axis in axes]
 
 
 # Calls
