@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -179,19 +178,13 @@ def test_ctrl_c_ends_the_waiting_but_not_the_save(tmp_path, disk):
 # What is offered
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    with CheckpointManager(folder) as manager:
+@pytest.fixture
+def run(tmp_path):
+    """A manager of a folder with two steps."""
+    with CheckpointManager(tmp_path / "run") as manager:
         for step in (3, 7):
             manager.save(step, make_state(step))
-    return folder
-
-
-@pytest.fixture
-def run(saved, tmp_path):
-    """A manager of a copy of a folder with two steps."""
-    return CheckpointManager(shutil.copytree(saved, tmp_path / "run"), best=BEST)
+    return CheckpointManager(tmp_path / "run", best=BEST)
 
 
 def test_steps_are_those_of_whole_checkpoints(run):

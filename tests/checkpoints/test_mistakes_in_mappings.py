@@ -10,11 +10,7 @@ import pytest
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints.moving import move
-from penzai_shard.checkpoints.records import make_record, write_texts
-from penzai_shard.checkpoints.value_checksums import compute_checksums
-from tests.checkpoints.safetensors_files import write_tensors
 from tests.checkpoints.trees import contents, numbers
 
 SIZES = {"embed": 4, "mlp": 6, "vocab": 5, "blocks": 3}
@@ -162,15 +158,11 @@ def ways(tmp_path_factory):
     """The functions that fill a tree, by name."""
     folder = tmp_path_factory.mktemp("stored")
     path = pzs.save_params(folder / "params", TREE)
-    tensors = {path: np.asarray(numbers(value)) for path, value in TREE.items()}
-    sums = compute_checksums(tensors)
-    file = folder / "model.safetensors"
-    records = {leaf.path: make_record(leaf, sums[leaf.path]) for leaf in leaves_of(TREE)}
-    write_tensors(file, tensors, write_texts(records))
+    tensors = pzs.save_safetensors(folder / "tensors", TREE)
     return {
         "move": lambda wanted, **options: move(TREE, wanted, **options),
         "restore": lambda wanted, **options: pzs.restore_params(path, wanted, **options),
-        "safetensors": lambda wanted, **options: pzs.restore_params(file, wanted, **options),
+        "safetensors": lambda wanted, **options: pzs.restore_params(tensors, wanted, **options),
     }
 
 

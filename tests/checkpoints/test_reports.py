@@ -36,12 +36,6 @@ def saved(tmp_path_factory):
     return pzs.save_params(tmp_path_factory.mktemp("saved") / "mlp", placed)
 
 
-@pytest.fixture(scope="module")
-def state_path(tmp_path_factory):
-    state = pzs.TrainState.initial_state(MLP, optax.adam(1e-3), jax.random.key(0))
-    return pzs.save_train_state(tmp_path_factory.mktemp("saved") / "state", state)
-
-
 # What one holds
 
 
@@ -125,8 +119,9 @@ def test_compare_checkpoints_names_every_difference(tmp_path):
     assert "names=" in pzs.compare_checkpoints(paths[0], {"other": ones}).notes[0]
 
 
-def test_compare_checkpoints_of_parameters_states_and_models(saved, state_path, tmp_path):
+def test_compare_checkpoints_of_parameters_states_and_models(saved, tmp_path):
     state = pzs.TrainState.initial_state(MLP, optax.adam(1e-3), jax.random.key(0))
+    state_path = pzs.save_train_state(tmp_path / "state", state)
     counted = pzs.save_train_state(tmp_path / "counted", counted_mlp())
     equal = [saved, state_path, state, MLP, pzs.param_dict(MLP), counted_mlp()]
     for first in equal[:3]:

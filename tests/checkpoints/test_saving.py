@@ -22,8 +22,9 @@ NUMBERS = np.random.default_rng(0).normal(size=(64, 32, 40)).astype("float32") *
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int4", "int32", "uint32", "bool", "complex64"]
 
 
-def make_arrays():
-    return {
+@pytest.mark.parametrize("specs", [((), ("data",)), (("model",), (None, "model"))])
+def test_restore_params_every_kind_of_array_on_any_layout(tmp_path, specs):
+    arrays = {
         # Their checksums are computed on devices, those of the others by NumPy.
         **{f"dtypes/{dtype}": jnp.asarray(NUMBERS).astype(dtype) for dtype in DTYPES},
         "keys": jax.random.split(jax.random.key(1, impl="rbg"), (8, 2)),
@@ -34,11 +35,6 @@ def make_arrays():
         "number": 3,
         "numpy": NUMBERS[0],
     }
-
-
-@pytest.mark.parametrize("specs", [((), ("data",)), (("model",), (None, "model"))])
-def test_restore_params_every_kind_of_array_on_any_layout(tmp_path, specs):
-    arrays = make_arrays()
 
     def describe(name, spec):
         array = jnp.asarray(arrays[name])

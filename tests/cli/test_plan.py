@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.pretrained.models import CONFIGS
+
 MODEL = """
 import jax
 from penzai import pz
@@ -18,14 +20,7 @@ def build():
 layer = pz.nn.Affine.from_config("layer", jax.random.key(0), {"features": 8}, {"out": 4})
 tree = {"w": pz.nx.ones({"embed": 8})}
 """
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 512,
-}
+CONFIG = CONFIGS["llama"] | {"hidden_size": 1024}
 FILES = {"model.py": MODEL, "config.json": json.dumps(CONFIG)}
 INDIVISIBLE = "model.py:build --mesh data=4,model=4 --rules model.py:RULES"
 

@@ -18,11 +18,6 @@ from penzai_shard.naming.ties import Classes
 from penzai_shard.naming.trace import trace_call
 
 
-def classes_by_path(function, params, *inputs, **options):
-    call = trace_call(function, params, *inputs, **options)
-    return {weight.path: weight.classes for weight in call.weights}
-
-
 def struct(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -57,7 +52,8 @@ def test_a_stack_has_the_same_ties_scanned_or_written_out(is_scanned):
         return x
 
     weights = {"up": struct(3, 4, 4), "down": struct(3, 4, 4)}
-    found = classes_by_path(run, weights, struct(2, 4), input_names=(("batch", None),))
+    call = trace_call(run, weights, struct(2, 4), input_names=(("batch", None),))
+    found = {weight.path: weight.classes for weight in call.weights}
     (_, embedding, neurons), (_, back, out) = found["up"], found["down"]
     assert (neurons, out) == (back, embedding)
     assert neurons is not embedding

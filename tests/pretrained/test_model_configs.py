@@ -181,17 +181,12 @@ def test_read_config_refuses_other_architectures_with_all_known(architectures, m
     assert OWN_MODEL in problem.fix
 
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+ODD_ONES = st.sampled_from(["default", "linear", 10**400, 4, 0, {}])
+KEYS = st.sampled_from(["rope_type", "rope_theta", "factor"])
 ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(["default", "linear", 10**400, 4, 0, {}]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor"]), inner)
-    ),
+    SCALARS | ODD_ONES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
     max_leaves=4,
 )
 
