@@ -195,11 +195,9 @@ class Topology:
     @property
     def figures(self) -> Figures | None:
         """What is published of the devices; None of simulated ones, and of GPUs not known."""
-        for figures in FIGURES:
-            if figures.kind == self.kind:
-                return figures
         found = re.search(r'device_description_str:\s*"([^"]*)"', self.target_config)
-        return find_figures(found[1]) if found else None
+        described = find_figures(found[1]) if found else None
+        return next((each for each in FIGURES if each.kind == self.kind), described)
 
     def check_mesh(self, mesh_sizes: Mapping[str, int]) -> None:
         """Refuses a mesh with another number of devices.
