@@ -220,7 +220,8 @@ class Rewriter:
 
     def _below(self, node: Any, state: Any, kind: NodeKind, is_sequence: bool = False) -> Any:
         """A node with its subtrees changed; in a sequence several may take the place of one."""
-        keys, step, parts = self._keys, self._finder.step, kind.parts(node)
+        keys, step, matches = self._keys, self._finder.step, self._finder.matches
+        parts = kind.parts(node)
         if kind.is_opaque:
             self._held.append(parts)
         new: list[Any] = []
@@ -229,7 +230,7 @@ class Rewriter:
             keys.append(key)
             child_state = state if step is None else step(state, node, keys, child)
             child_kind = kind_of(child)
-            if self._finder.has(child, keys, child_state):
+            if child_state is not None and matches(child, keys, child_state):
                 items = self._items(child, child_state, child_kind)
                 is_changed = is_changed or len(items) != 1 or items[0] is not child
                 new += items if is_sequence else (self._one(items),)
