@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from penzai_shard.causes.ways import Ways, base
 from penzai_shard.propagation.flat import propagate_lowered
-from tests.propagation.programs import array, lower, pinned, undecided
+from tests.propagation.programs import SHARD_MAPS, array, lower, pinned, undecided
 
 
 def find_ways(function, *arguments, **options):
@@ -39,6 +39,9 @@ KINDS = {
     "loop": lambda x, y: jax.lax.scan(lambda c, _: (jnp.tanh(c @ y), None), x, length=2)[0],
     "branches": lambda x, y: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(x), lambda: y),
 }
+# What brings its own layouts is drawn only where none is taken away.
+OTHERS = {f"shard_map {name}": each for name, each in SHARD_MAPS.items() if name != "two results"}
+ALL_KINDS = KINDS | OTHERS | {"the largest": lambda x, y: jax.lax.top_k(x, 16)[0]}
 # Each mesh axis is alone on a dimension: taking one away leaves no other order of the rest.
 NAMES = (None, "data", "model")
 SPECS = [(a, b) for a in NAMES for b in NAMES if a is None or a != b]
@@ -50,6 +53,9 @@ class Drawn:
 
     arguments: tuple
     operations: tuple
+
+    def structs(self):
+        return [undecided() if spec is None else array(*spec) for spec in self.arguments]
 
     def sources(self, mesh_axis):
         """Everything that has a mesh axis of its own."""
@@ -80,7 +86,7 @@ class Drawn:
         for i, (kind, first, second, spec) in enumerate(self.operations):
             with jax.named_scope(f"program_{number}/constraint_{i}"):
                 x, y = values[first], values[second]
-                values.append(pinned(x, *spec) if kind == PINNED else KINDS[kind](x, y))
+                values.append(pinned(x, *spec) if kind == PINNED else ALL_KINDS[kind](x, y))
         return values[-1], values[-2]
 
 
@@ -88,13 +94,12 @@ class SideBySide:
     """Drawn programs in one, which have nothing to do with each other: lowering takes the time."""
 
     def __init__(self, drawn):
-        specs = [one.arguments for one in drawn]
-        arguments = [[undecided() if s is None else array(*s) for s in every] for every in specs]
+        arguments = [one.structs() for one in drawn]
         self.ways = find_ways(
             lambda every: [drawn[n].run(n, xs) for n, xs in enumerate(every)], arguments
         )
         left = iter(self.ways.program.arguments)
-        self._arguments = [[next(left) for _ in every] for every in specs]
+        self._arguments = [[next(left) for _ in every] for every in arguments]
 
     def spec(self, number):
         """The spec of the last value of a program."""
@@ -117,11 +122,11 @@ class SideBySide:
         )
 
 
-def draw(rng):
+def draw(rng, kinds=KINDS):
     """A program of 2 to 4 arguments and 2 to 7 operations."""
     arguments = [rng.choice([None, *SPECS]) for _ in range(rng.randint(2, 4))]
     operations = []
     for count in range(len(arguments), len(arguments) + rng.randint(2, 7)):
-        kind, first = rng.choice([*KINDS, PINNED, PINNED]), rng.randrange(max(0, count - 4), count)
+        kind, first = rng.choice([*kinds, PINNED, PINNED]), rng.randrange(max(0, count - 4), count)
         operations.append((kind, first, rng.randrange(count), rng.choice(SPECS[1:])))
     return Drawn(tuple(arguments), tuple(operations))

@@ -2,32 +2,12 @@
 
 import random
 
-import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from penzai_shard.propagation.flat import propagate_lowered
-from tests.propagation.programs import SHARD_MAPS, array, lower, pinned, undecided
-
-KINDS = [each for name, each in SHARD_MAPS.items() if name != "two results"]
-KINDS += [lambda x, w: lax.sin(x), lambda x, w: x + w, lambda x, w: x @ w, lambda x, w: x.T] * 3
-KINDS += [lambda x, w: lax.top_k(x, 16)[0], lambda x, w: jnp.concatenate([x, w])[:16]]
-KINDS += [lambda x, w: lax.cos(x.reshape(8, 2, 16)).reshape(16, 16), lambda x, w: x.sum(0) + w]
-SPECS = [(), ("data",), ("model",), (None, "data"), (None, "model"), ("data", "model")]
-
-
-def lower_drawn(seed):
-    """Some operations, drawn at random, on three arrays and each other."""
-    draw = random.Random(seed)
-    kinds = [draw.choice([*KINDS, *[None] * 12]) for _ in range(6)]
-    choices = [(draw.randrange(3 + n), draw.randrange(3 + n), draw.choice(SPECS)) for n in range(6)]
-
-    def run(*values):
-        for kind, (x, y, spec) in zip(kinds, choices, strict=True):
-            values += (kind(values[x], values[y]) if kind else pinned(values[x], *spec),)
-        return values[-2:]
-
-    return lower(run, array(*draw.choice(SPECS)), array(*draw.choice(SPECS)), undecided())
+from tests.causes.programs import ALL_KINDS, draw
+from tests.propagation.programs import array, lower
 
 
 def axes_of(spec):
@@ -36,7 +16,8 @@ def axes_of(spec):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_program_is_laid_out_as_without_notes(seed):
-    lowered = lower_drawn(seed)
+    drawn = draw(random.Random(seed), ALL_KINDS)
+    lowered = lower(lambda *xs: drawn.run(0, xs), *drawn.structs())
     program = propagate_lowered(lowered)
     plain = propagate_lowered(lowered, notes=False)
     specs = [value.spec for value in program.values]
