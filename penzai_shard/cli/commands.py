@@ -81,7 +81,7 @@ def lint(
     from penzai_shard.findings.lint import lint as find
 
     # A reference may be that of a layout.
-    given = inputs.read_object(rules) if ":" in (rules or "") else inputs.read_rules(rules)
+    given = inputs.read_object(rules) if rules and ":" in rules else inputs.read_rules(rules)
     called_with = None if batch is None else inputs.read_object(batch)
     if callable(called_with):
         called_with = inputs.build_abstract(called_with)

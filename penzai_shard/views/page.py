@@ -222,7 +222,7 @@ def _escape(text: str) -> str:
     return html.escape(plain_text(text))
 
 
-def _summarise(sections: _Sections) -> tuple[str, str, list[tuple[str, ...]]]:
+def _summarise(sections: _Sections) -> tuple[str, str, Sequence[tuple[str, ...]]]:
     """What is seen first: a state, a verdict, and figures.
 
     Returns:

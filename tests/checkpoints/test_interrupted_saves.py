@@ -10,7 +10,6 @@ import os
 import pathlib
 import resource
 import signal
-import subprocess
 import sys
 import threading
 
@@ -19,6 +18,7 @@ import numpy as np
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints.saving import begin_save
+from tests.processes.launching import run_program
 from tests.refusals import problem_paths, refused
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "ctypes")
@@ -56,11 +56,7 @@ def read(path):
 
 
 def test_save_params_stopped_anywhere_leaves_the_old_or_the_new(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = done.stdout.split()
+    found = run_program(__file__, tmp_path)[0].split()
     assert len(found) >= 70
     assert {*found} == {"new", "old"}
 

@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 
@@ -21,6 +20,7 @@ import pytest
 import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager, choose_kept
 from penzai_shard.checkpoints.replacement import Replacement
+from tests.processes.launching import run_program
 from tests.refusals import problem_paths, problems_of, refused
 
 NUMBERS = np.linspace(0, 1, 20_000, dtype="float32")
@@ -272,16 +272,13 @@ def test_arguments_that_cannot_be_read(run):
 
 
 def test_a_program_that_ends_completes_its_saves(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed, failed = run_program(__file__, tmp_path)
     # A program that ends completes its saves, and prints those that failed. Python 3.12 and 3.13
     # start no threads then.
-    assert done.stdout == "end of the program\n"
+    assert printed == "end of the program\n"
     for name in ("good", "bad"):
         is_saved = CheckpointManager(tmp_path / name).latest == 1
-        assert is_saved == (str(tmp_path / name) not in done.stderr)
+        assert is_saved == (str(tmp_path / name) not in failed)
         if name == "bad" or sys.version_info < (3, 12):
             assert is_saved == (name == "good")
 

@@ -24,9 +24,17 @@ def build():
 }
 
 
-def write_lock(path, rows, device="cpu"):
-    data = {"version": 1, "made_by": {"device": device}, "rows": rows}
-    path.write_text(json.dumps(data))
+@pytest.fixture
+def bill(run, tmp_path):
+    """Calls the command with the locks of some rows before and now."""
+
+    def call(before, now, *options, device="cpu"):
+        for name, rows, own in (("base", before, "cpu"), ("head", now, device)):
+            lock = {"version": 1, "made_by": {"device": own}, "rows": rows}
+            (tmp_path / f"{name}.json").write_text(json.dumps(lock))
+        return run("bill", "base.json", "head.json", *options)
+
+    return call
 
 
 def test_price_prints_memory_and_collectives_and_writes_a_lock(run, tmp_path):
@@ -59,24 +67,22 @@ def a_row(path, **cells):
         ({"spec": "P(None, ('a', 'b'))"}, 0),
     ],
 )
-def test_bill_status_is_whether_something_grew(run, tmp_path, changes, status):
+def test_bill_status_is_whether_something_grew(bill, changes, status):
     before = [a_row(f"block_{i}", times=1, sent=1000) for i in range(12)]
-    write_lock(tmp_path / "base.json", before)
-    write_lock(tmp_path / "head.json", [row | changes for row in before])
-    got, out, _ = run("bill", "base.json", "head.json")
+    now = [row | changes for row in before]
+    got, out, _ = bill(before, now)
     assert got == status
     # Twelve equal blocks are one row.
     assert out.count("`block_{0-11}`") == out.count("block_") <= 1
     assert ("nothing differs" in out) == (changes.get("sent") == 1010 or not changes)
-    assert run("bill", "base.json", "head.json", "--tolerance", "0.6")[0] == ("times" in changes)
+    assert bill(before, now, "--tolerance", "0.6")[0] == ("times" in changes)
 
 
-def test_bill_is_short_and_says_first_what_grew(run, tmp_path):
+def test_bill_is_short_and_says_first_what_grew(bill):
     names = [f"layer_{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(100)]
-    write_lock(tmp_path / "base.json", [a_row(name, times=2, sent=2000) for name in names])
-    head = [a_row(name, times=2, sent=1000 + i) for i, name in enumerate(names)]
-    write_lock(tmp_path / "head.json", [*head[:-1], head[-1] | {"sent": 9000}])
-    status, out, _ = run("bill", "base.json", "head.json")
+    before = [a_row(name, times=2, sent=2000) for name in names]
+    now = [a_row(name, times=2, sent=1000 + i) for i, name in enumerate(names)]
+    status, out, _ = bill(before, [*now[:-1], now[-1] | {"sent": 9000}])
     lines = out.splitlines()
     assert status == 1
     assert "sent 195.3 KiB -> 110.2 KiB (-44%)" in lines[0]
@@ -85,35 +91,25 @@ def test_bill_is_short_and_says_first_what_grew(run, tmp_path):
     assert "and 70 more rows" in out
 
 
-def test_bill_says_what_sums_of_bytes_do_not(run, tmp_path):
+def test_bill_says_what_sums_of_bytes_do_not(bill):
     array = {"path": "w", "item": "parameters", "spec": "P()", "donated": "yes", "memory": 8}
     mesh = {"path": "mesh", "item": "sizes", "spec": "data=4"}
     again = {"path": "n", "item": "compiles again in step 2", "spec": "int32 -> int8", "times": 1}
     kept = {"path": "kept", "item": "inputs", "spec": "P()"}
-    write_lock(tmp_path / "base.json", [mesh, array, kept | {"donated": "no"}])
-    head = [
-        kept | {"donated": "yes"},
-        mesh | {"spec": "data=8"},
-        array | {"spec": "P('a')", "donated": "no"},
-        again,
-    ]
-    write_lock(tmp_path / "head.json", head)
-    status, out, _ = run("bill", "base.json", "head.json")
+    before = [mesh, array, kept | {"donated": "no"}]
+    now = [kept | {"donated": "yes"}, mesh | {"spec": "data=8"}, again]
+    status, out, _ = bill(before, [*now, array | {"spec": "P('a')", "donated": "no"}])
     assert status == 1
     remarks = [line for line in out.splitlines() if line.startswith("- ")]
     for words in ("data=4 -> data=8", "1 array is not donated", "1 array makes", "1 array has"):
         assert any(words in remark for remark in remarks)
     # Of other compilers: layouts only, and no sums.
-    rows = [mesh, array, kept | {"donated": "no"}, a_row("w", sent=9)]
-    write_lock(tmp_path / "head.json", rows, device="TPU v4")
-    status, out, _ = run("bill", "base.json", "head.json")
+    status, out, _ = bill(before, [*before, a_row("w", sent=9)], device="TPU v4")
     assert (status, "| " in out, "only layouts" in out) == (0, False, True)
 
 
-def test_bill_is_markdown_whatever_names_hold(run, tmp_path):
-    write_lock(tmp_path / "base.json", [])
+def test_bill_is_markdown_whatever_names_hold(bill):
     row = {"path": "__a__|`b", "item": "x|y", "type": "key<fry>[]", "memory": 8}
-    write_lock(tmp_path / "head.json", [row])
-    _, out, _ = run("bill", "base.json", "head.json")
+    _, out, _ = bill([], [row])
     row = next(line for line in out.splitlines() if "__a__" in line)
     assert row == r"| `__a__\|'b` | x&#124;y |  | type key&lt;fry&gt;[], memory 8 B | new |"

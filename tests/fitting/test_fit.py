@@ -1,8 +1,7 @@
 """What ``fit`` trains, reports, evaluates and keeps, and how a run goes on."""
 
+import io
 import itertools
-import pathlib
-import subprocess
 import sys
 
 import jax
@@ -16,6 +15,7 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
 from tests.fitting import runs
 from tests.fitting.runs import KEEPING_STEP, draw, initial, losses_by_hand, make_batch, train
+from tests.processes.launching import run_program
 from tests.refusals import problem_paths, problems_of, refused
 
 EVALUATION = {"evaluate_every": 1, "eval_step": runs.EVALUATE, "eval_batches": list(draw(1))}
@@ -188,12 +188,9 @@ def test_fit_goes_on_with_the_same_losses(make, drawn, tmp_path):
 
 def test_fit_goes_on_after_kills(tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, runs.__file__, str(folder), "3", "6", "8"]
-    done = subprocess.run(
-        command, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[1] for line in lines if line[0] == "ended"] == ["9"] * 3, done.stderr
+    printed, errors = run_program(runs.__file__, folder, 3, 6, 8)
+    lines = [line.split() for line in printed.splitlines()]
+    assert [line[1] for line in lines if line[0] == "ended"] == ["9"] * 3, errors
     found = [(int(step), float.fromhex(loss)) for step, loss in lines if step != "ended"]
     _, last = train(checkpoint=folder, save_every=2)
     found += list(zip(range(10 - len(last), 10), last, strict=True))
@@ -377,12 +374,11 @@ def test_fit_refuses_arguments(options, path, fix):
 # Progress
 
 
-class Terminal:
+class Terminal(io.StringIO):
     """A standard error that is a terminal."""
 
-    def __init__(self):
-        self.written = []
-        self.write, self.flush, self.isatty = self.written.append, lambda: None, lambda: True
+    def isatty(self):
+        return True
 
 
 def test_fit_shows_progress(capsys, monkeypatch):
@@ -395,6 +391,6 @@ def test_fit_shows_progress(capsys, monkeypatch):
     assert f"{losses_by_hand()[-1]:.4f}, evaluation/error 2.0000, " in lines[1]
     monkeypatch.setattr(sys, "stderr", Terminal())
     train(progress=True)
-    text = "".join(sys.stderr.written)
+    text = sys.stderr.getvalue()
     assert "9/9" in text
     assert "9/9 steps: loss " in text.splitlines()[-1]

@@ -144,8 +144,3 @@ def test_model_of_config_refuses_all_that_is_wrong_by_option(name, options, fixe
     problems = refused(RuleTypeError, model_of_config, CONFIGS[name], **options)
     assert problems.keys() == fixes.keys()
     assert all(fix in problems[path].fix for path, fix in fixes.items())
-
-
-def test_families_are_those_of_configurations():
-    names = {read_config(config).family for config in CONFIGS.values()}
-    assert names == FAMILIES.keys()

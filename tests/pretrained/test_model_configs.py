@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penzai_shard as pzs
 from penzai_shard.pretrained import model_configs
-from penzai_shard.pretrained.families import model_of_config
+from penzai_shard.pretrained.families import FAMILIES, model_of_config
 from penzai_shard.pretrained.model_configs import Layer, published_names, read_config
 from tests.pretrained.models import CONFIGS
 from tests.refusals import problem_paths, problems_of
@@ -263,3 +263,5 @@ def test_published_configurations_have_as_many_parameters_as_was_published(name)
 def test_published_configurations_are_eight_of_six_families():
     assert len(published_names()) == 8
     assert len({read_config(name).family for name in published_names()}) == 6
+    # The small models are of all families.
+    assert {read_config(config).family for config in CONFIGS.values()} == FAMILIES.keys()

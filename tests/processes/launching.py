@@ -1,10 +1,19 @@
-"""Starts a test file as the program of jobs of two processes on this machine."""
+"""Starts a test file as a program, or as that of jobs of two processes on this machine."""
 
 import concurrent.futures
 import os
 import socket
 import subprocess
 import sys
+
+
+def run_program(file, *arguments):
+    """What a program prints that ends well, and its errors."""
+    command = [sys.executable, file, *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
 
 
 def run_processes(file, *arguments):
