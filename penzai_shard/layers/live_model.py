@@ -50,20 +50,19 @@ class LiveModel:
         # variables, and those that no variable holds. What has no such groups, as modules of NNX
         # and their variables, is taken apart anew at every call.
         self._has_groups = self._lists.are_all
-        self._named: list[Any] = []
-        self._others: list[Any] = []
-        named: list[int] = []
-        others: list[int] = []
+        nodes: dict[bool, list[Any]] = {True: [], False: []}
+        numbers: dict[bool, list[int]] = {True: [], False: []}
         for variable, node in zip(self.structure.variables, self.variables, strict=True):
             is_penzai = isinstance(node, pz.Parameter | pz.StateVariable)
             if is_penzai:
                 is_named = type(node.value) is pz.nx.NamedArray
-                (self._named if is_named else self._others).append(node)
-                (named if is_named else others).extend(range(len(leaves))[variable.leaves])
+                nodes[is_named].append(node)
+                numbers[is_named].extend(range(len(leaves))[variable.leaves])
             self._has_groups &= not variable.live or is_penzai
-        held = {*named, *others}
-        rest = [i for i in range(len(leaves)) if i not in held]
-        read = [*named, *others, *rest]
+        self._named, self._others = nodes[True], nodes[False]
+        held = [*numbers[True], *numbers[False]]
+        rest = sorted({*range(len(leaves))} - {*held})
+        read = held + rest
         self._constants = [leaves[i].value for i in rest]
         self._axes = [value.named_axes for value in raw_values(self._named)]
         self._form: Any = jax.tree_util.tree_structure(raw_values(self._others))

@@ -125,8 +125,7 @@ def find_roles(
 
 
 def _is_optional(role: str, tables: Iterable[AxisRules]) -> bool:
-    rules = [rule for table in tables for rule in table.rules if rule.logical_axis == role]
-    return all(rule.optional for rule in rules)
+    return all(x.optional for table in tables for x in table.rules if x.logical_axis == role)
 
 
 def _check_present(

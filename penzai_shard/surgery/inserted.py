@@ -17,13 +17,12 @@ from penzai import pz
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, RuleTypeError
 from penzai_shard.layers.constraints import ConstrainSharding, ConstrainShardingByName
+from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.surgery.rewriting import Finder, Keys, Refused, Rewriter, keys_text, kind_of
 
 # Layers that pass their input on, and therefore come off wherever they stand.
 CONSTRAINTS = (ConstrainSharding, ConstrainShardingByName)
-# The method of ``RolledLayerStack``, which need not be imported to be recognised.
-_ROLLED = "to_layer_stack"
 
 
 class _Holder(WrapperLayer):
@@ -146,7 +145,7 @@ def strip(model: Any, *types: type) -> Any:
                 what = f"{type(node.body).__name__} has lost the layer that it was put around"
                 raise Refused(keys, what, "Put surgery.Original(layer) around what belongs there.")
             return find_rest(holder.body, keys)
-        return (node.to_layer_stack(),) if hasattr(kind, _ROLLED) else (node,)
+        return (node.to_layer_stack(),) if isinstance(node, RolledLayerStack) else (node,)
 
     # Most models have nothing to take off: then this is one walk, which makes no object.
     finder = Finder(lambda node, keys, state: _may_come_off(node.__class__))
@@ -159,9 +158,7 @@ def strip(model: Any, *types: type) -> Any:
 
 @functools.cache
 def _may_come_off(kind: type) -> bool:
-    return issubclass(kind, (WrapperLayer, InsertedSequence, *CONSTRAINTS)) or hasattr(
-        kind, _ROLLED
-    )
+    return issubclass(kind, (WrapperLayer, InsertedSequence, RolledLayerStack, *CONSTRAINTS))
 
 
 def _vanishes(node: Any) -> bool:
