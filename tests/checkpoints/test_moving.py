@@ -17,7 +17,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.checkpoints.moving import move
 from penzai_shard.reports.quantities import bytes_text
 from tests.checkpoints import trees
-from tests.checkpoints.trees import blank, contents, numbers, params, refused_kinds
+from tests.checkpoints.trees import blank, contents, numbers, params, pointers, refused_kinds
 from tests.models import OPTIMIZERS, counted_mlp, linen, llama, model, penzai_mlp
 from tests.refusals import problems_of, refused
 
@@ -57,10 +57,6 @@ def count_lacking(before, after, shape):
             mask[before.devices_indices_map(shape)[device]] = False
         lacking += mask.sum()
     return lacking
-
-
-def pointers(array):
-    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def test_move_sends_what_devices_lack_and_no_more(logged, monkeypatch):

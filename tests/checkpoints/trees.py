@@ -19,6 +19,10 @@ def numbers(value):
     return np.asarray(jax.random.key_data(data) if is_key(data) else jnp.asarray(data))
 
 
+def pointers(*arrays):
+    return [s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards]
+
+
 def contents(tree):
     """Names, dtype, shape and bits of every array by its path."""
 

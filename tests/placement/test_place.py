@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from tests.checkpoints.trees import numbers
+from tests.checkpoints.trees import numbers, pointers
 from tests.models import MODELS, counted_mlp
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
@@ -81,9 +81,6 @@ def test_place_copies_what_can_be_written_to():
 @pytest.mark.parametrize("on_unnamed", ["replicate", "infer"])
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
 def test_place_owned(on_unnamed, mesh):
-    def pointers(*arrays):
-        return [s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards]
-
     on_mesh = jax.device_put(jnp.ones(8), NamedSharding(MESH, P("data")))
     arrays = [on_mesh, fixed(shared_memory(2)), shared_memory(3), jnp.ones(8), jnp.ones(8), 4.0]
     tree = [*(named(array, "a") for array in arrays[:-1]), *arrays, on_mesh, jax.random.key(0)]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from penzai_shard import make_mesh
 from penzai_shard.placement.run_parts import run_initializer
-from tests.checkpoints.trees import numbers
+from tests.checkpoints.trees import numbers, pointers
 
 MESHES = [make_mesh({"data": size, "model": 8 // size}) for size in (2, 8)]
 TABLE = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -74,8 +74,8 @@ def test_run_initializer_gives_buffers_of_their_own():
     kept.append(jax.device_put(TABLE, NamedSharding(MESHES[0], P("data", "model"))))
     twice = [jnp.ones(3) * 2, jnp.tril(TABLE)]
     outputs = run(trace(lambda: [*kept, *map(jax.jit(lambda x: x), kept), twice, twice]))
-    pointers = [output.addressable_shards[0].data.unsafe_buffer_pointer() for output in outputs]
-    assert len(set(pointers)) == len(pointers)
+    own = pointers(*outputs)
+    assert len(set(own)) == len(own)
     jax.jit(lambda outputs: [x + 1 for x in outputs], donate_argnums=0)(outputs)
     for array, value in zip(kept, (TABLE, np.ones(3), TABLE, TABLE), strict=True):
         np.testing.assert_array_equal(array, value)
