@@ -50,11 +50,6 @@ class ArrayPart:
     devices: tuple[int, ...]
     processes: tuple[int, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """How many elements it has."""
-        return math.prod(stop - start for start, stop in self.intervals)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardedArray(HasReport):
@@ -81,7 +76,8 @@ class ShardedArray(HasReport):
     @property
     def bytes_per_device(self) -> int:
         """Size of each part."""
-        return self.parts[0].size * itemsize(self.dtype)
+        size = math.prod(stop - start for start, stop in self.parts[0].intervals)
+        return size * itemsize(self.dtype)
 
     def intervals(self, dim: int) -> list[Interval]:
         """The parts of one dimension, in their order."""

@@ -14,8 +14,6 @@ from tests.checkpoints.trees import structs_of
 from tests.models import counted_mlp, model
 from tests.refusals import refused
 
-WIDE = pzs.make_mesh({"data": 4, "model": 2})
-RULES = {"features": "data", "features_out": "model"}
 MLP = model("penzai mlp")
 FIRST = "mlp/Affine_0/Linear.weights"
 
@@ -32,7 +30,8 @@ def whats(report):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    placed = pzs.place(MLP, WIDE, RULES, on_indivisible="replicate")
+    mesh = pzs.make_mesh({"data": 4, "model": 2})
+    placed = pzs.place(MLP, mesh, {"features": "data", "features_out": "model"})
     return pzs.save_params(tmp_path_factory.mktemp("saved") / "mlp", placed)
 
 
