@@ -138,9 +138,8 @@ class Ways:
 
     def find_dimension(self, value: int, mesh_axis: str) -> int | None:
         """The dimension of a value that has a mesh axis, or any part of it."""
-        places = enumerate(self.values[value].spec)
-        found = (i for i, axes in places if base(mesh_axis) in map(base, axes))
-        return next(found, None)
+        spec = self.values[value].spec
+        return next((i for i, axes in enumerate(spec) if base(mesh_axis) in map(base, axes)), None)
 
     def _own_layout(self, value: int) -> tuple[CauseKind, Operation | None]:
         if value in self.program.laid_out:
@@ -157,11 +156,10 @@ class Ways:
         maker = self.makers.get(value)
         if maker is not None and (maker.pin or value in self.program.results):
             return maker
-        known = self.values[value]
         if value in self.program.laid_out:
             return None
-        pins = [(u.pin, u) for u in self.users.get(value, ()) if u.pin]
-        takers = [(pin, taker) for pin, taker in pins if pin.kind != "result of region"]
+        known, users = self.values[value], self.users.get(value, ())
+        takers = [(u.pin, u) for u in users if u.pin and u.pin.kind != "result of region"]
         named = [taker for pin, taker in takers if pin.origin in known.origins.values()]
         is_fixed = not all(known.is_open)
         same = [taker for pin, taker in takers if is_fixed and pin.spec == known.spec]

@@ -169,7 +169,10 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     compiled = step if isinstance(step, CompiledStep) else None
     lowered = lower_step(step, args, kwargs, "why") if compiled is None else compiled.step
     words = StepWords(Ways(propagate_lowered(lowered.lowered)), lowered)
-    rows, losses = tuple(_find_rows(words)), _find_losses(words)
+    # The backward pass repeats what the forward pass loses.
+    forward = [x for x in words.ways.losses if lowered.layers.phase(x.operation.name) == "forward"]
+    losses = tuple(sorted(_say_losses(words, forward), key=lambda loss: -loss.bytes))
+    rows = tuple(_find_rows(words))
     if at is not None:
         rows = _select(rows, at)
         behind = {loss for row in rows for loss in row.losses}
@@ -194,13 +197,6 @@ def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
 def _fits(path: str, at: str) -> bool:
     at = at.strip("/")
     return matches(f"{at}/**", path) or matches(f"**/{at}/**", path)
-
-
-def _find_losses(words: StepWords) -> tuple[WhyLoss, ...]:
-    """What the forward pass loses; the backward pass repeats it."""
-    phase = words.step.layers.phase
-    found = [x for x in words.ways.losses if phase(x.operation.name) == "forward"]
-    return tuple(sorted(_say_losses(words, found), key=lambda loss: -loss.bytes))
 
 
 def _say_losses(words: StepWords, losses: Iterable[Loss]) -> tuple[WhyLoss, ...]:

@@ -226,7 +226,8 @@ class _Reader:
         # What comes in where Shardy puts a data flow edge, in its order, and what is pinned there.
         self._flows: dict[Mlir, tuple[tuple[int, ...], Pin | None]] = {}
         self._cache = cache
-        self._order = 0
+        # Of what is read just now: its place in JAX's order, and what its block stands in.
+        self._order, self._around = 0, _Around()
         self._has_edges = True
 
     def read(self, module: Mlir) -> Propagated:
@@ -237,7 +238,7 @@ class _Reader:
             self._add(value, entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
             for value, entry in zip(block.arguments, given, strict=True)
         ]
-        returned = self._read_block(block, _Around())
+        returned = self._read_block(block, self._around)
         ends = returned, block.operations[-1].operands, asked
         results = [*map(self._read_result, itertools.count(), *ends)]
         mesh = dict(mesh_axes(module))
@@ -255,7 +256,7 @@ class _Reader:
                 edges.append(Edge(_FIRST, axis, number, (inside,)))
             elif here.origins.get(axis) != "self":
                 edges.append(Edge(_LAST, axis, inside, (number,)))
-        self._emit_flow((inside,), number, _Around(), edges=tuple(edges))
+        self._emit_flow((inside,), number, edges=tuple(edges))
         return number
 
     # Values
@@ -289,24 +290,26 @@ class _Reader:
 
     def _read_block(self, block: Mlir, around: _Around) -> tuple[int, ...]:
         """Reads all operations of a block; the numbers of what it returns."""
+        outside, self._around = self._around, around
         for each in block.operations:
             operation, kind = each.operation, each.operation.name
             if (order := operation.attributes.get(ORDER)) is not None:
                 # What Shardy adds counts as what it stands behind.
                 self._order = ir.IntegerAttr(order).value
             if kind == "sdy.data_flow_edge":
-                self._read_edge(operation, around)
+                self._read_edge(operation)
             elif kind == _MANUAL:
-                self._read_manual(operation, around)
+                self._read_manual(operation)
             elif kind == LOOP:
-                self._read_loop(operation, around)
+                self._read_loop(operation)
             elif kind in _BRANCHES:
                 returned = [self._read_block(r.blocks[0], around) for r in operation.regions]
                 self._hand_on(operation.results, zip(*returned, strict=True))
             elif kind == BARRIER and self._has_edges:
                 self._hand_on(operation.results, zip(self._read_operands(operation)))
             elif kind not in _TERMINATORS:
-                self._read_operation(operation, around)
+                self._read_operation(operation)
+        self._around = outside
         return self._read_operands(block.operations[-1].operation)
 
     def _hand_on(
@@ -320,13 +323,13 @@ class _Reader:
             self._flows[value] = numbers, pin
             self._numbers[value] = numbers[0]
 
-    def _read_manual(self, operation: Mlir, around: _Around) -> None:
+    def _read_manual(self, operation: Mlir) -> None:
         """A ``shard_map``: layouts are fixed at its border, whatever is propagated inside."""
         (block,) = operation.regions[0].blocks
         into = self._read_pins(operation.attributes, "region", "in")
         out = self._read_pins(operation.attributes, "result of region", "out")
         self._hand_on(block.arguments, zip(self._read_operands(operation)), into)
-        inside = around._replace(name=_join(around.name, name_of(operation)))
+        inside = self._around._replace(name=_join(self._around.name, name_of(operation)))
         self._hand_on(operation.results, zip(self._read_block(block, inside)), out)
 
     def _read_pins(self, attributes: Mapping[str, Mlir], kind: str, side: str) -> list[Pin]:
@@ -336,15 +339,15 @@ class _Reader:
         specs = [self._once(read_spec, each)[0] for each in shardings]
         return [Pin(kind, f"{name}_{side}put: {n}", spec) for n, spec in enumerate(specs)]
 
-    def _read_loop(self, loop: Mlir, around: _Around) -> None:
+    def _read_loop(self, loop: Mlir) -> None:
         """What a loop carries is the value of the edge behind it, in its blocks too."""
         blocks, start = [region.blocks[0] for region in loop.regions], self._read_operands(loop)
         carried = [self._read_carried(loop, n, number) for n, number in enumerate(start)]
         if not self._has_edges:
-            self._emit(LOOP, loop, start, tuple(carried), around)
+            self._emit(LOOP, loop, operands=start, results=tuple(carried))
         for block in blocks:
             self._numbers.update(zip(block.arguments, carried, strict=True))
-        turns = _count_turns(loop)
+        turns, around = _count_turns(loop), self._around
         times = None if turns is None or around.times is None else turns * around.times
         # The condition runs once more than the body, which matters to nobody.
         _, returned = [self._read_block(each, around._replace(times=times)) for each in blocks]
@@ -370,30 +373,25 @@ class _Reader:
             edge.results[0], attributes.get("sharding"), attributes.get("sdy.sharding_origins")
         )
 
-    def _read_edge(self, edge: Mlir, around: _Around) -> None:
+    def _read_edge(self, edge: Mlir) -> None:
         (source,), (result,) = edge.operands, edge.results
         if result not in self._numbers:
             self._add_result(edge)
         (sources, pin), number = self._flows[source], self._numbers[result]
         # Shardy counts each way in, and all that a loop carries as results.
         edges = _read_edges(edge.attributes, sources, (number,))
-        self._emit_flow(sources, number, around, edge, edges=edges, pin=pin)
+        self._emit_flow(sources, number, edge, edges=edges, pin=pin)
 
     def _emit_flow(
-        self,
-        sources: tuple[int, ...],
-        result: int,
-        around: _Around,
-        edge: Mlir = None,
-        **fields: Any,
+        self, sources: tuple[int, ...], result: int, edge: Mlir = None, **fields: Any
     ) -> None:
         operands = tuple(dict.fromkeys(sources))
         shape = self.values[result].shape
         dims = tuple((dim,) for dim in range(len(shape)))
         rule = Rule(shape, (dims,) * len(operands), (dims,))
-        self._emit(FLOW, edge, operands, (result,), around, rule=rule, **fields)
+        self._emit(FLOW, edge, operands=operands, results=(result,), rule=rule, **fields)
 
-    def _read_operation(self, operation: Mlir, around: _Around) -> None:
+    def _read_operation(self, operation: Mlir) -> None:
         kind, attributes = operation.name, operation.attributes
         if "sdy.sharding" in attributes:
             shardings = sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
@@ -412,9 +410,8 @@ class _Reader:
         self._emit(
             kind,
             operation,
-            operands,
-            results,
-            around,
+            operands=operands,
+            results=results,
             rule=None if rule is None else self._once(read_rule, rule),
             edges=_read_edges(attributes, operands, results),
             pin=pin,
@@ -434,24 +431,16 @@ class _Reader:
             axes = ["".join(each) for each in _AXIS.findall(text)]
         return tuple(dict.fromkeys(axes))
 
-    def _emit(
-        self,
-        kind: str,
-        source: Mlir,
-        operands: tuple[int, ...],
-        results: tuple[int, ...],
-        around: _Around,
-        **fields: Any,
-    ) -> None:
+    def _emit(self, kind: str, source: Mlir, **fields: Any) -> None:
         """Adds an operation; ``source`` is what the program has for it, if anything."""
-        name, location = around.name, None
+        name, location = self._around.name, None
         if source is not None:
             # An edge at the entry of a shard_map has the name of this again.
             is_entry = kind == FLOW and isinstance(source.operands[0].owner, ir.Block)
             name = _join(name, "" if is_entry else name_of(source))
             location = source.location
-        known = len(self.operations), kind, name, location, operands, results
-        self.operations.append(Operation(*known, times=around.times, order=self._order, **fields))
+        fields |= {"times": self._around.times, "order": self._order}
+        self.operations.append(Operation(len(self.operations), kind, name, location, **fields))
 
 
 # Attributes
