@@ -3,29 +3,33 @@
 Each term is what every program must do that makes the step in that layout, however XLA lays out
 what the layout leaves to it; what it only may have to do is left out.
 
-- *Operations*: those of the step on one device, in equal parts. Without products that sum over
-  examples alone, as gradients of weights do, where a device has one example at a time: these are
-  multiplications then.
-- *Gradients*: each device has a sum over its own examples. Over the mesh axes of the batch these
-  are summed and scattered at least, and what is not stored split over them is gathered. Both are an
-  all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). Where they are
-  scattered, devices that have the same sum over a mesh axis may send a part of it each.
-- *Parameters* that the layout gathers, block by block or in front of the loss, once. Others may
-  stay where they are, and activations be moved instead, which is less for few examples; over the
-  mesh axes by which they are stored split, nothing is certain.
+- *Operations*: those of the step on one device, in equal parts. Products that sum over one element
+  become multiplications, so they are not counted; nor what may be such a product on one device.
+- *Gradients* that products or lookups of inputs give: each device has a sum over its own examples.
+  Over the mesh axes of the batch these are summed and scattered at least, and what is not stored
+  split over them is gathered. Both are an all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal
+  all-reduce algorithms"). Where they are scattered, devices that have the same sum over a mesh axis
+  may send a part of it each.
+- *Parameters* that the layout gathers and the loss uses, block by block or in front of the loss,
+  once. Others may stay where they are, and activations be moved instead, which is less for few
+  examples; over the mesh axes by which they are stored split, nothing is certain.
 - *Tables*: of rows that are looked up, XLA sends the rows and not the gradient of the table where
   table or statistics are split, unless it is gathered, which says how the gradient lies.
 - *Statistics* of the optimizer are read once and written once.
 
-Activations are not counted, and microbatches and what is gathered again send more than this.
+What is cast on the way counts in the narrowest dtype. Activations are not counted, and microbatches
+and what is gathered again send more than this.
 """
 
+import collections
 import functools
 import math
+import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from penzai_shard.arrays.kinds import itemsize
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
 from penzai_shard.choosing.cost import Prices, Sent, StepCost
@@ -39,11 +43,15 @@ from penzai_shard.layouts.axis_roles import mesh_axes_of
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import MIN_SIZE
 from penzai_shard.meshes import make_mesh
+from penzai_shard.programs import OPTIMIZER
+from penzai_shard.propagation.flat import BARRIER, LOOP
 from penzai_shard.specs import part_count
 from penzai_shard.surgery.edits import find_matches
 
 _FORM = ("flow", "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard")
 _LOOKUP, _PRODUCT = "stablehlo.gather", "stablehlo.dot_general"
+# What sums over examples.
+_SUMS = (_PRODUCT, "stablehlo.convolution", "stablehlo.scatter", "stablehlo.reduce")
 
 
 def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
@@ -55,9 +63,13 @@ def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
         hardware: The devices.
     """
     sizes, step = dict(candidate.mesh_sizes), _read_step(problem)
-    batch = mesh_axes_of("batch", [candidate.layout.compute])
-    examples = problem.sizes[problem.batch_axis] // part_count(batch, sizes)
-    flops = step.flops - (step.over_examples if examples == candidate.microbatches else 0)
+    examples = problem.sizes[problem.batch_axis]
+    parts = part_count(mesh_axes_of("batch", [candidate.layout.compute]), sizes)
+    is_one = examples == candidate.microbatches * parts
+    summed = step.by_length.items()
+    gone = [n for length, n in summed if length <= candidate.mesh.size]
+    gone += [n for length, n in summed if is_one and length == examples > candidate.mesh.size]
+    flops = step.flops - sum(gone)
     sent = tuple(_find_sent(problem, candidate))
     held = {"optimizer": stored_bytes(problem, candidate, ["optimizer"])}
     return step_time(StepCost(flops / hardware.device_count, sent, held), sizes, hardware).bound
@@ -77,21 +89,22 @@ def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
             array.find_axes(tables[table], candidate.mesh_sizes)
             for table in ("parameters", "compute", "optimizer")
         )
-        size = count * array.bytes
-        is_gathered = (array.names, array.sizes) in step.gathered
+        size, key = count * array.bytes, (array.names, array.sizes)
+        is_gathered = key in step.gathered
         # Where a mesh axis does not split the batch, GatherParameters pins gradients as well.
         is_pinned = is_gathered and stored != used and in_use != batch
         is_scattered = not is_pinned and not batch.isdisjoint(stored | updated)
-        is_table = (array.names, array.sizes) in step.tables
-        # Mesh axes, and those by which an array is split of which each device has a part.
-        terms = [(batch - stored, stored)]
+        use, gradient = step.shares.get(key, (0.0, 0.0))
+        # How much of it; the mesh axes; those by which an array is split of which each device has a
+        # part.
+        terms = [(gradient, batch - stored, stored)]
         if is_gathered:
-            terms += [(stored - used, used)]
-        if not (is_table and is_scattered):
+            terms += [(use, stored - used, used)]
+        if not (key in step.tables and is_scattered):
             axes, kept = (batch, used) if is_gathered else (batch - stored, stored)
-            terms += [(axes, kept | (in_use - batch) if is_scattered else kept)]
-        for axes, kept in terms:
-            parts, left = part_count(axes, sizes), size / part_count(kept, sizes)
+            terms += [(gradient, axes, kept | (in_use - batch) if is_scattered else kept)]
+        for share, axes, kept in terms:
+            parts, left = part_count(axes, sizes), share * size / part_count(kept, sizes)
             ordered = tuple(axis for axis in sizes if axis in axes)
             yield Sent("", array.names, ordered, left * (parts - 1) / parts)
 
@@ -101,25 +114,28 @@ class _Step(NamedTuple):
 
     Attributes:
         flops: Its operations on one device, where nothing is computed again.
-        over_examples: Those of products that sum as many elements as there are examples.
+        by_length: Those of products, by the number of elements that these sum.
         gathered: The parameters that are gathered where layers use them.
         tables: Those that are looked up, and are not in products too; with all that look alike.
+        shares: Which part of its bytes a parameter has where the loss uses it, and its gradient
+            where that is made, in the mean of all that look alike.
     """
 
     flops: float
-    over_examples: float
+    by_length: Mapping[int, float]
     gathered: set[Any]
     tables: set[Any]
+    shares: Mapping[Any, tuple[float, float]]
 
 
 @functools.lru_cache(maxsize=4)
 def _read_step(problem: Problem) -> _Step:
     cut = cut_model(problem)
-    model, blocks = (problem.model, 1) if cut is None else (cut.one, cut.blocks)
+    model = problem.model if cut is None else cut.one
     options: dict[str, Any] = {"names": problem.names, "blocks": problem.blocks}
     one = Candidate((("data", 1),), Layout(parameters={}, compute={}, **options))
     prices = Prices(problem)
-    flops = prices.price(one).flops
+    flops, programs = prices.price(one).flops, [steps.place(one) for steps in prices.steps]
 
     mesh = make_mesh({"data": 2}, abstract=True)
     with warnings.catch_warnings():
@@ -134,23 +150,80 @@ def _read_step(problem: Problem) -> _Step:
     paths = {leaf.path for leaf in inside}
     outside = {(leaf.names, leaf.shape) for leaf in leaves_of(edited) if leaf.path not in paths}
     gathered = {(leaf.names, leaf.shape) for leaf in inside} - outside
-    program = prices.steps[0].place(one)
-    # There is one such product for each weight at most, beside others of as many operations.
-    over_examples = blocks * _count_over(program, problem.sizes[problem.batch_axis])
-    return _Step(flops, min(over_examples, flops / 2), gathered, set(_find_tables(program)))
+    tables = set(_find_tables(programs[0]))
+    by_length = _count_by_length(programs[0])
+    if cut is not None:
+        for length, n in _count_by_length(programs[1]).items():
+            by_length[length] += (cut.blocks - 1) * (n - by_length[length])
+    return _Step(flops, by_length, gathered, tables, _find_shares(programs[0], model))
 
 
-def _count_over(program: DeviceProgram, examples: int) -> float:
-    """The operations of products that sum so many elements, on one device."""
-    found = 0.0
+def _count_by_length(program: DeviceProgram) -> dict[int, float]:
+    """The operations of products by how many elements they sum, on one device."""
+    found = collections.defaultdict[int, float](float)
     for each in program.operations:
         if each.kind == _PRODUCT and each.rule is not None:
             made = {factor for factors in each.rule.results[0] for factor in factors}
             dims = zip(program.shapes[each.operands[1]], each.rule.operands[1], strict=True)
             summed = math.prod(length for length, factors in dims if made.isdisjoint(factors))
             size = math.prod(program.shapes[each.results[0]])
-            found += 2 * size * summed * (each.times or 1) * (summed == examples)
+            found[summed] += 2.0 * size * summed * (each.times or 1)
     return found
+
+
+def _find_shares(program: DeviceProgram, model: Any) -> dict[Any, tuple[float, float]]:
+    """See ``_Step.shares``."""
+    of_inputs = {value for value, x in program.arguments.items() if x.path.startswith("inputs/")}
+    for each in program.operations:
+        if not of_inputs.isdisjoint(each.operands):
+            of_inputs |= {*each.results}
+    values = {leaf.path: value for value, leaf in program.arguments.items()}
+    found = collections.defaultdict[Any, list[tuple[float, float]]](list)
+    for leaf in leaves_of(model):
+        path, whole = f"params/{leaf.path}", math.prod(leaf.shape) * itemsize(leaf.dtype) or 1
+        ways = (_find_use, values.get(path)), (_find_gradient, program.updated.get(path))
+        use, gradient = (
+            0.0 if value is None else min(find(program, value, of_inputs) / whole, 1.0)
+            for find, value in ways
+        )
+        found[leaf.names, leaf.shape].append((use, gradient))
+    return {
+        key: (statistics.fmean(uses), statistics.fmean(gradients))
+        for key, rows in found.items()
+        for uses, gradients in [zip(*rows, strict=True)]
+    }
+
+
+def _find_use(program: DeviceProgram, argument: int, of_inputs: set[int]) -> float:
+    """The bytes of a parameter that inputs meet, in the narrowest form; 0 if none does."""
+    values, elements = [argument], 0
+    for value in values:
+        for user in program.users[value]:
+            if user.kind in (*_FORM, "stablehlo.dynamic_slice", "stablehlo.slice"):
+                values += user.results
+            elif OPTIMIZER not in user.name.split("/") and not of_inputs.isdisjoint(user.results):
+                elements = max(elements, math.prod(program.shapes[value]) * (user.times or 1))
+    return min(map(program.itemsize, values)) * elements
+
+
+def _find_gradient(program: DeviceProgram, updated: int, of_inputs: set[int]) -> float:
+    """The same of its gradient, between the optimizer and what sums over examples."""
+    values, sizes, elements = [updated], list[int](), 0
+    for value in values:
+        maker = program.makers.get(value)
+        if maker is None or not program.shapes[value]:
+            # Other parameters have a part in an update by single numbers only, such as a norm.
+            continue
+        is_update = not maker.name or OPTIMIZER in maker.name.split("/")
+        if not is_update:
+            sizes.append(program.itemsize(value))
+        if maker.kind in (LOOP, BARRIER):
+            values.append(maker.operands[maker.results.index(value)])
+        elif is_update or maker.kind not in _SUMS:
+            values += [operand for operand in maker.operands if operand not in values]
+        elif value in of_inputs:
+            elements = max(elements, math.prod(program.shapes[value]) * (maker.times or 1))
+    return min(sizes, default=0) * elements
 
 
 def _find_tables(program: DeviceProgram) -> Iterator[Any]:

@@ -135,13 +135,14 @@ class Prices:
         problem: The step.
 
     Attributes:
-        steps: The steps of the model, or of one of its blocks and of two.
+        steps: The steps of the model, or of the model with one of its blocks and with two.
+        blocks: How many blocks it has; 1 if it is not cut.
     """
 
     def __init__(self, problem: Problem) -> None:
         cut = cut_model(problem)
         models = [problem.model] if cut is None else [cut.one, cut.two]
-        self._blocks = 1 if cut is None else cut.blocks
+        self.blocks = 1 if cut is None else cut.blocks
         self.steps = [MarkedSteps(problem, model) for model in models]
 
     def price(self, candidate: Candidate) -> StepCost:
@@ -153,7 +154,7 @@ class Prices:
             PropagationError: The step cannot be priced without compiling it.
         """
         costs = [price_program(steps.place(candidate)) for steps in self.steps]
-        cost = costs[0] if len(costs) == 1 else extrapolate(costs[0], costs[1], self._blocks)
+        cost = costs[0] if len(costs) == 1 else extrapolate(costs[0], costs[1], self.blocks)
         # Which phase holds most may be another one in a deep model.
         memory = dict(cost.memory)
         memory["activations"] = max(memory.pop(phase) for phase in _PHASES)

@@ -162,7 +162,11 @@ class MarkedSteps:
         # Constants that a function holds come first.
         values = placed.arguments[len(placed.arguments) - len(kept) :]
         own = (leaves[number] for number in kept)
-        return DeviceProgram(placed, dict(zip(values, own, strict=True)))
+        # Those that are trained come first, among the arguments and among the results.
+        trained = itertools.takewhile(lambda leaf: leaf.path.startswith("params/"), leaves)
+        paths = (leaf.path for leaf in trained)
+        updated = dict(zip(paths, placed.results, strict=False))
+        return DeviceProgram(placed, dict(zip(values, own, strict=True)), updated)
 
     def _lower(self, tables: _Tables) -> tuple[MarkedProgram, tuple[Leaf, ...], list[int]]:
         structure = tables.structure
@@ -228,14 +232,17 @@ class DeviceProgram:
         operations: What is done, in XLA's order.
         arguments: By the number of a value which array of the step it is.
         results: The values that come out.
+        updated: By its path the next value of each parameter that is trained.
         values: All values by number, with what they are on all devices.
         makers: By the number of a value the operation that makes it.
         users: By the number of a value the operations that take it.
         shapes: By the number of a value the shape of the part that a device has.
     """
 
-    def __init__(self, program: Propagated, arguments: Mapping[int, Leaf]) -> None:
-        self.operations, self.arguments = program.operations, arguments
+    def __init__(
+        self, program: Propagated, arguments: Mapping[int, Leaf], updated: Mapping[str, int]
+    ) -> None:
+        self.operations, self.arguments, self.updated = program.operations, arguments, updated
         self.results, self.values = program.results, program.values
         self.mesh_sizes = program.mesh
         self.makers = {value: each for each in self.operations for value in each.results}
@@ -257,10 +264,14 @@ class DeviceProgram:
 
     def bytes(self, value: int) -> int:
         """What a device has of a value."""
+        return math.prod(self.shapes[value]) * self.itemsize(value)
+
+    def itemsize(self, value: int) -> int:
+        """The bytes of an element of a value; 0 of what is no array."""
         dtype = self.values[value].dtype
         bits = re.search(r"\d+", dtype)
         count = 2 if dtype.startswith("complex") else 1
-        return math.prod(self.shapes[value]) * count * max(int(bits[0]) // 8, 1) if bits else 0
+        return count * max(int(bits[0]) // 8, 1) if bits else 0
 
 
 def spec_of(value: Value) -> Spec:

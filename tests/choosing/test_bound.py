@@ -133,7 +133,43 @@ def test_bound_of_one_example_at_a_time_counts_no_gradients_of_weights(mlp):
     assert flops_of(4) == flops_of(2) * 3 / 5
 
 
-@pytest.mark.parametrize("make_problem", [make_mlp, make_weights])
+def make_small(loss, optimizer=None):
+    """Two weights, of which a loss may use less than all."""
+    shapes = {"up": (512, 2048), "down": (2048, 512)}
+    weights = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    names = {"up": ("embedding", "neurons"), "down": ("neurons", "embedding")}
+    x = {"x": jax.ShapeDtypeStruct((64, 512), "float32")}
+
+    def loss_fn(model, rng, state, x):
+        return (loss(model["up"], model["down"], x) ** 2).mean(), state, {}
+
+    model, given = pzs.name_axes(weights, names), optimizer or optax.adam(1e-3)
+    return read_problem(model, loss_fn, given, x, plain_arrays=True)
+
+
+def half(x):
+    return x.astype(jnp.bfloat16)
+
+
+def in_turns(up, down, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ up) @ down, None), x, length=3)[0]
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3))
+SMALL = {
+    "cast": lambda: make_small(lambda up, down, x: half(x) @ half(up) @ half(down)),
+    "cast, clipped": lambda: make_small(lambda up, down, x: half(x) @ half(up) @ down, CLIPPED),
+    "not used": lambda: make_small(lambda up, down, x: x @ up + 0 * down.sum()),
+    "decayed only": lambda: make_small(lambda up, down, x: (x @ up).mean() + (down**2).mean()),
+    "frozen": lambda: make_small(lambda up, down, x: x @ jax.lax.stop_gradient(up) @ down),
+    "in turns": lambda: make_small(in_turns),
+    "penalty": lambda: make_small(lambda up, down, x: (x @ up).mean() + (down @ down.T).mean()),
+    "of rank 1": lambda: make_small(lambda up, down, x: x @ (up[:, :1] @ down[:1])),
+    "first factors": lambda: make_small(lambda up, down, x: x[:, :1] @ up[:1] @ down),
+}
+
+
+@pytest.mark.parametrize("make_problem", [make_mlp, make_weights, *SMALL.values()])
 def test_bound_is_never_above_a_compiled_step(make_problem):
     """With few examples, XLA moves rows and activations rather than what is not gathered."""
     problem = make_problem()

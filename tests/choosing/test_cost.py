@@ -208,7 +208,7 @@ def price(function, *specs, shape=(16, 16), **mesh_sizes):
     own = [tuple((axis,) if axis else () for axis in mark.axes) for mark in program.marks]
     placed = program.place(sizes, own)
     (leaf,) = leaves_of({"inputs": structs[0]})
-    return price_program(DeviceProgram(placed, dict.fromkeys(placed.arguments, leaf)))
+    return price_program(DeviceProgram(placed, dict.fromkeys(placed.arguments, leaf), {}))
 
 
 ROWS, COLUMNS = ("data",), (None, "data")
