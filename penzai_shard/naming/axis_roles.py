@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from penzai_shard.naming.axis_names import AxisNames
-from penzai_shard.naming.facts import DOT, Facts, Product, cover, sources_of
+from penzai_shard.naming.cuts import cover
+from penzai_shard.naming.facts import DOT, Facts, Product, sources_of
 from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
 from penzai_shard.propagation.flat import FLOW
@@ -382,7 +383,7 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
                 uses[value].add(kind)
     heads = {_HEADS, _HEAD_GROUPS, _QUERY_HEADS}
     for part, runs in facts.runs.items():
-        if part in names.roles or part not in facts.in_weights or not cover(part, runs):
+        if part in names.roles or part not in facts.in_weights or not cover(part.size, runs):
             continue
         used = [frozenset(k for v, _ in run for k in uses.get(v, ())) for run in runs.values()]
         if not all(used) or len({*used}) < 2:
@@ -402,7 +403,7 @@ def _name_gates(facts: Facts, names: AxisNames) -> None:
     """Two that one weight has beside neurons, if they are cut apart and multiplied."""
     for part, runs in facts.runs.items():
         roles = [names.roles.get(each) for each in facts.beside(part)]
-        if part.size != 2 or _NEURONS not in roles or not cover(part, runs):
+        if part.size != 2 or _NEURONS not in roles or not cover(part.size, runs):
             continue
         first, second = (facts.reached(v for v, _ in runs[run]) for run in sorted(runs))
         for each in facts.program.operations:

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penzai_shard.naming.ties import Classes, Elements, makers_of
 from penzai_shard.propagation.flat import Operation, Propagated
@@ -21,6 +21,16 @@ _MOVING = frozenset(
     f"stablehlo.{kind}"
     for kind in ("convolution", "dot_general", "gather", "reshape", "scatter", "transpose")
 )
+
+
+def cover(length: int, runs: Iterable[tuple[int, int]]) -> bool:
+    """Whether several runs, from start to end, cover a length, without gaps and nothing twice.
+
+    >>> cover(8, [(4, 8), (0, 4)]), cover(8, [(0, 4), (5, 8)])
+    (True, False)
+    """
+    starts, ends = zip(*sorted(runs), strict=True)
+    return len(starts) > 1 and (*starts, length) == (0, *ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +48,9 @@ class _Parted:
     source: int | None = None
 
     def covers(self, classes: Classes) -> bool:
-        """Whether each element of the dimension is in one part."""
-        places = sorted(index for place in self.parts for index in range(*place))
-        return places == list(range(classes.sizes[self.whole]))
+        """Whether each element of the dimension is in one part; those of strided cuts are not."""
+        is_dense = all(stride == 1 for _, _, stride in self.parts)
+        return is_dense and cover(classes.sizes[self.whole], (place[:2] for place in self.parts))
 
 
 def tie_cuts(program: Propagated, classes: Classes, elements: Elements) -> None:

@@ -110,12 +110,6 @@ Runs = Mapping[tuple[int, int], Sequence[tuple[int, Parts]]]
 """By start and end in a class: the values that are cut out there, and the parts of each."""
 
 
-def cover(part: AxisClass, runs: Runs) -> bool:
-    """Whether several runs cover a class, without gaps and nothing twice."""
-    ends = [0, *(end for _, end in sorted(runs))]
-    return len(runs) > 1 and ends == [*(start for start, _ in sorted(runs)), part.size]
-
-
 class Facts:
     """What the operations of a traced call say.
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from penzai import pz
 from penzai.models.transformer.variants import llamalike_common as llama
 
 import penzai_shard as pzs
-from penzai_shard.naming.facts import Facts, cover
+from penzai_shard.naming.cuts import cover
+from penzai_shard.naming.facts import Facts
 from penzai_shard.naming.ties import Classes
 from penzai_shard.naming.trace import trace_call
 
@@ -75,11 +77,25 @@ def test_runs_of_one_weight_cover_it_and_are_the_axis_of_what_uses_them():
     (embedding, joined), (projection, out) = found["qkv"], found["out"]
     runs = Facts(call).runs[joined]
     assert [*runs] == [(0, 8), (8, 16), (16, 24)]
-    assert cover(joined, runs)
+    assert cover(joined.size, runs)
     (_, queries), (_, keys), (_, values) = (run for (run,) in runs.values())
     # Scores contract queries and keys; values go on to the last product.
     assert (queries, values) == (keys, (projection,))
     assert len({embedding, projection, out, *queries}) == 4
+
+
+def test_ties_of_a_long_flat_weight_take_no_memory_for_its_elements():
+    def run(params, x):
+        first, second = jnp.split(params, 2)
+        return (first.reshape(2, -1) @ x).sum() + second.sum()
+
+    tracemalloc.start()
+    try:
+        trace_call(run, struct(2**22), struct(2**20), input_names=[None])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**24
 
 
 def test_facts_of_products_and_lookups():
