@@ -5,7 +5,7 @@ what the layout leaves to it; what it only may have to do is left out.
 
 - *Operations*: those of the step on one device, in equal parts. Products that sum over one element
   become multiplications, so they are not counted; nor what may be such a product on one device.
-- *Gradients* that products or lookups of inputs give: each device has a sum over its own examples.
+- *Gradients* that are sums over examples, as Shardy propagates them: each device has its own part.
   Over the mesh axes of the batch these are summed and scattered at least, and what is not stored
   split over them is gathered. Both are an all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal
   all-reduce algorithms"). Where they are scattered, devices that have the same sum over a mesh axis
@@ -44,7 +44,7 @@ from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import MIN_SIZE
 from penzai_shard.meshes import make_mesh
 from penzai_shard.programs import OPTIMIZER
-from penzai_shard.propagation.flat import BARRIER, LOOP
+from penzai_shard.propagation.flat import BARRIER, LOOP, Operation
 from penzai_shard.specs import part_count
 from penzai_shard.surgery.edits import find_matches
 
@@ -150,28 +150,41 @@ def _read_step(problem: Problem) -> _Step:
     paths = {leaf.path for leaf in inside}
     outside = {(leaf.names, leaf.shape) for leaf in leaves_of(edited) if leaf.path not in paths}
     gathered = {(leaf.names, leaf.shape) for leaf in inside} - outside
+    # Where the batch is split and nothing else is, gradients are summed that come of all examples.
+    examples = problem.sizes[problem.batch_axis]
+    parts = next((n for n in range(2, examples) if examples % n == 0), examples)
+    split = Layout(parameters={}, compute={"batch": "data"}, **options)
+    parallel = prices.steps[0].place(Candidate((("data", parts),), split))
     tables = set(_find_tables(programs[0]))
     by_length = _count_by_length(programs[0])
     if cut is not None:
         for length, n in _count_by_length(programs[1]).items():
             by_length[length] += (cut.blocks - 1) * (n - by_length[length])
-    return _Step(flops, by_length, gathered, tables, _find_shares(programs[0], model))
+    return _Step(flops, by_length, gathered, tables, _find_shares(parallel, model, examples))
 
 
 def _count_by_length(program: DeviceProgram) -> dict[int, float]:
     """The operations of products by how many elements they sum, on one device."""
     found = collections.defaultdict[int, float](float)
     for each in program.operations:
-        if each.kind == _PRODUCT and each.rule is not None:
-            made = {factor for factors in each.rule.results[0] for factor in factors}
-            dims = zip(program.shapes[each.operands[1]], each.rule.operands[1], strict=True)
-            summed = math.prod(length for length, factors in dims if made.isdisjoint(factors))
-            size = math.prod(program.shapes[each.results[0]])
+        if each.kind == _PRODUCT:
+            summed, size = _count_summed(program, each), math.prod(program.shapes[each.results[0]])
             found[summed] += 2.0 * size * summed * (each.times or 1)
     return found
 
 
-def _find_shares(program: DeviceProgram, model: Any) -> dict[Any, tuple[float, float]]:
+def _count_summed(program: DeviceProgram, product: Operation) -> int:
+    """How many elements a product sums, on all devices."""
+    assert product.rule is not None
+    made = {factor for factors in product.rule.results[0] for factor in factors}
+    shape = program.values[product.operands[1]].shape
+    dims = zip(shape, product.rule.operands[1], strict=True)
+    return math.prod(length for length, factors in dims if made.isdisjoint(factors))
+
+
+def _find_shares(
+    program: DeviceProgram, model: Any, examples: int
+) -> dict[Any, tuple[float, float]]:
     """See ``_Step.shares``."""
     of_inputs = {value for value, x in program.arguments.items() if x.path.startswith("inputs/")}
     for each in program.operations:
@@ -181,12 +194,12 @@ def _find_shares(program: DeviceProgram, model: Any) -> dict[Any, tuple[float, f
     found = collections.defaultdict[Any, list[tuple[float, float]]](list)
     for leaf in leaves_of(model):
         path, whole = f"params/{leaf.path}", math.prod(leaf.shape) * itemsize(leaf.dtype) or 1
-        ways = (_find_use, values.get(path)), (_find_gradient, program.updated.get(path))
-        use, gradient = (
-            0.0 if value is None else min(find(program, value, of_inputs) / whole, 1.0)
-            for find, value in ways
-        )
-        found[leaf.names, leaf.shape].append((use, gradient))
+        use = gradient = 0.0
+        if (value := values.get(path)) is not None:
+            use = _find_use(program, value, of_inputs) / whole
+        if (value := program.updated.get(path)) is not None:
+            gradient = _find_gradient(program, value, examples) / whole
+        found[leaf.names, leaf.shape].append((min(use, 1.0), min(gradient, 1.0)))
     return {
         key: (statistics.fmean(uses), statistics.fmean(gradients))
         for key, rows in found.items()
@@ -206,8 +219,8 @@ def _find_use(program: DeviceProgram, argument: int, of_inputs: set[int]) -> flo
     return min(map(program.itemsize, values)) * elements
 
 
-def _find_gradient(program: DeviceProgram, updated: int, of_inputs: set[int]) -> float:
-    """The same of its gradient, between the optimizer and what sums over examples."""
+def _find_gradient(program: DeviceProgram, updated: int, examples: int) -> float:
+    """The same of its gradient, where that is summed over devices."""
     values, sizes, elements = [updated], list[int](), 0
     for value in values:
         maker = program.makers.get(value)
@@ -219,10 +232,14 @@ def _find_gradient(program: DeviceProgram, updated: int, of_inputs: set[int]) ->
             sizes.append(program.itemsize(value))
         if maker.kind in (LOOP, BARRIER):
             values.append(maker.operands[maker.results.index(value)])
+        elif maker.kind == "sdy.all_reduce":
+            source = program.makers.get(maker.operands[0])
+            is_product = source is not None and source.kind == _PRODUCT
+            # A loss may leave examples out, and not all devices have a part then.
+            if not (source and is_product and _count_summed(program, source) < examples):
+                elements = max(elements, math.prod(program.shapes[value]) * (maker.times or 1))
         elif is_update or maker.kind not in _SUMS:
             values += [operand for operand in maker.operands if operand not in values]
-        elif value in of_inputs:
-            elements = max(elements, math.prod(program.shapes[value]) * (maker.times or 1))
     return min(sizes, default=0) * elements
 
 

@@ -165,6 +165,8 @@ SMALL = {
     "in turns": lambda: make_small(in_turns),
     "penalty": lambda: make_small(lambda up, down, x: (x @ up).mean() + (down @ down.T).mean()),
     "of rank 1": lambda: make_small(lambda up, down, x: x @ (up[:, :1] @ down[:1])),
+    "of a mean": lambda: make_small(lambda up, down, x: x.mean(0) @ up @ down),
+    "of one example": lambda: make_small(lambda up, down, x: x[:1] @ up @ down),
     "first factors": lambda: make_small(lambda up, down, x: x[:, :1] @ up[:1] @ down),
 }
 
