@@ -17,6 +17,7 @@ import numpy as np
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.checkpoints.saving import begin_save
 from tests.processes.launching import run_program
 from tests.refusals import problem_paths, refused
@@ -112,9 +113,17 @@ def fill_disk(limit):
 
 
 def stop_save(save, folder, value, name, stop):
-    with stop, contextlib.suppress(Stopped, KeyboardInterrupt, pzs.CheckpointWriteError):
-        save(folder, value + 1)
-    gc.collect()  # A file that is closed frees its lock, as the system does when it kills.
+    threads = {*threading.enumerate()}
+    with stop:
+        with contextlib.suppress(Stopped, KeyboardInterrupt, pzs.CheckpointWriteError):
+            save(folder, value + 1)
+        # What Orbax does in threads is stopped too.
+        for thread in {*threading.enumerate()} - threads:
+            if not thread.name.startswith("asyncio_"):
+                threading.Thread.join(thread, 5)
+    for one in gc.get_objects():
+        if type(one) is Replacement and one._lock is not None:
+            one._lock.close()  # As the system does when it kills.
     found = restore(folder)
     print({value: "old", value + 1: "new"}.get(found, name))
     # The next save works, and clears what the stopped one left.
