@@ -10,9 +10,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from penzai_shard.naming.axis_names import AxisNames
+from penzai_shard.naming.class_names import ClassNames
 from penzai_shard.naming.cuts import cover
-from penzai_shard.naming.facts import DOT, Facts, Product, sources_of
+from penzai_shard.naming.facts import DOT, Facts, Lookup, Product, sources_of
 from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
 from penzai_shard.propagation.flat import FLOW
@@ -23,10 +23,11 @@ _NEURONS, _HEADS, _HEAD_GROUPS, _QUERY_HEADS, _VOCABULARY = TRANSFORMER_AXES
 
 _EXPONENTIAL, _MULTIPLY = "stablehlo.exponential", "stablehlo.multiply"
 # What hands something from one place of a sequence on to the next.
-_HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", "stablehlo.reduce_window"})
+_CUMULATION = "stablehlo.reduce_window"
+_HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", _CUMULATION})
 
 
-def name_classes(facts: Facts) -> AxisNames:
+def name_classes(facts: Facts) -> ClassNames:
     """What the classes of a call are called, with reasons.
 
     >>> import jax
@@ -38,14 +39,14 @@ def name_classes(facts: Facts) -> AxisNames:
     >>> up, down, x = (jax.ShapeDtypeStruct(n, "float32") for n in [(8, 32), (32, 8), (4, 8)])
     >>> call = trace_call(run, [(up, down)] * 2, x, input_names=[("batch", None)])
     >>> names = name_classes(Facts(call)).names
-    >>> [names[part] for part in call.weights[0].classes]
+    >>> [names[part][0] for part in call.weights[0].classes]
     ['embedding', 'neurons']
     """
-    names = AxisNames()
+    names = ClassNames()
     for weight in facts.call.weights:
         for parts, name in zip(weight.parts, weight.names, strict=False):
             if name is not None and len(parts) == 1:
-                names.call(parts[0], name, f"{weight.path} has that name already")
+                names.give_name(parts[0], name, f"{weight.path} has that name already")
     # The first role that an axis gets stays. The embedding is first, as most others are what a
     # product makes of it. Then come axes that are indexed, so that rows of a table and layers of a
     # loop are not taken for heads; then attention and experts, as what they make of the embedding
@@ -66,15 +67,15 @@ def name_classes(facts: Facts) -> AxisNames:
     tell_streams_apart(facts, names)
     _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
-        if part not in names.names:
-            names.call(part, name, "an input has that name, and the program ties both")
+        if part not in names.roles:
+            names.give_name(part, name, "an input has that name, and the program ties both")
     return names
 
 
 # The residual stream
 
 
-def _name_embedding(facts: Facts, names: AxisNames) -> None:
+def _name_embedding(facts: Facts, names: ClassNames) -> None:
     """What products with weights read, and what they make of it is added to."""
     made, seen = facts.made_by_weights, set[frozenset[AxisClass]]()
     # What is contracted only together with others, as heads with projections, is no embedding.
@@ -95,16 +96,16 @@ def _name_embedding(facts: Facts, names: AxisNames) -> None:
                 (best, most), *rest = counts.most_common()
                 if most > 1 and (not rest or rest[0][1] < most):
                     reason = "blocks read it and add to it what they make of it"
-                    names.give(best, "embedding", reason)
+                    names.give_role(best, "embedding", reason)
                     # What people call the axis of an input is its name in the weights, too.
                     if best in facts.of_inputs:
-                        names.call(best, facts.of_inputs[best], reason)
+                        names.give_name(best, facts.of_inputs[best], reason)
 
 
 # What is indexed
 
 
-def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
+def _name_vocabulary(facts: Facts, names: ClassNames) -> None:
     """What inputs are looked up in, if it is the only such table or as long as the logits are."""
     embedding, logits = names.with_role("embedding"), _find_logits(facts)
     tables = dict[AxisClass, Set[AxisClass]]()
@@ -112,8 +113,8 @@ def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
         is_begin = each.rows in facts.in_weights and (not embedding or embedding & each.others)
         is_given = each.index in facts.from_inputs - facts.from_weights
         # Places that are counted along the tokens are computed from them, too.
-        is_counted = "stablehlo.reduce_window" in facts.kinds_before(each.index)
-        if each.is_table and is_begin and is_given and not is_counted:
+        is_sum = _CUMULATION in facts.kinds_before(each.index)
+        if each.is_table and is_begin and is_given and not is_sum:
             tables[each.rows] = _long(facts.classes(each.index))
     chosen = tables.keys() & logits.keys() or {
         rows
@@ -124,7 +125,7 @@ def _name_vocabulary(facts: Facts, names: AxisNames) -> None:
     inputs = [{*each.classes} for each in facts.call.inputs]
     unlabelled = {rows for rows, index in tables.items() if not any(index < own for own in inputs)}
     if len(chosen := chosen or unlabelled) == 1:
-        names.give(min(chosen), _VOCABULARY, "rows are looked up along it by an input")
+        names.give_role(min(chosen), _VOCABULARY, "rows are looked up along it by an input")
 
 
 def _find_logits(facts: Facts) -> dict[AxisClass, Set[AxisClass]]:
@@ -140,7 +141,7 @@ def _long(classes: Iterable[AxisClass]) -> Set[AxisClass]:
     return {part for part in classes if part.size > 1}
 
 
-def _name_layers(facts: Facts, names: AxisNames) -> None:
+def _name_layers(facts: Facts, names: ClassNames) -> None:
     """What a loop takes from weights one by one, to multiply with each what the last one made.
 
     Chunks of neurons, heads and experts are not layers: their results are only added.
@@ -163,7 +164,7 @@ def _name_layers(facts: Facts, names: AxisNames) -> None:
             is_inside = product.operation.number < last and product.weight_operand in of_elements
             if is_inside and product.data in facts.reached(product.operation.results, last):
                 reason = "a loop takes its elements one by one, each for what the last one made"
-                names.give(part, "layers", reason)
+                names.give_role(part, "layers", reason)
                 break
 
 
@@ -191,7 +192,7 @@ class _Attention:
     values: Set[AxisClass]
 
 
-def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
+def _find_attentions(facts: Facts, names: ClassNames) -> Iterator[_Attention]:
     """Products of two values that no weight is, with a softmax of them, and that times others."""
     weighted = facts.in_weights.keys() - facts.of_inputs.keys() - names.roles.keys()
     by_number = {each.operation.number: each for each in facts.products}
@@ -221,7 +222,7 @@ def _find_attentions(facts: Facts, names: AxisNames) -> Iterator[_Attention]:
         yield _Attention(scores, mixes[0], softmax, sorted(heads), contracted, values)
 
 
-def _is_made(facts: Facts, names: AxisNames, operand: int) -> bool:
+def _is_made(facts: Facts, names: ClassNames, operand: int) -> bool:
     """Whether queries or keys are an input, or a product with a weight; if learned, of the stream.
 
     What a pooling asks for is a stream of another width.
@@ -232,7 +233,7 @@ def _is_made(facts: Facts, names: AxisNames, operand: int) -> bool:
     return any(e.contracted & embedding for e in near)
 
 
-def _name_attention(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
+def _name_attention(facts: Facts, names: ClassNames, attentions: Sequence[_Attention]) -> None:
     """What queries, keys and values have: heads, and for each of them a projection."""
     added = collections.Counter(each.softmax for each in attentions)
     for each in attentions:
@@ -241,30 +242,30 @@ def _name_attention(facts: Facts, names: AxisNames, attentions: Sequence[_Attent
         if added[each.softmax] == 1:
             for part in sorted(each.contracted):
                 reason = "queries and keys are contracted over it in attention"
-                names.give(part, "projection", reason)
+                names.give_role(part, "projection", reason)
             for operand in operands:
                 near = facts.nearest_products(operand)
                 made = {e.made - each.scores.of_result for e in near if e.weight is not None}
                 if [length_of(parts) for parts in made] == [length]:
                     for part in sorted(facts.in_weights.keys() & made.pop()):
-                        names.give(part, "projection", "queries or keys have it for each head")
+                        names.give_role(part, "projection", "queries or keys have it for each head")
             for part in sorted(each.values) if length_of(each.values) == length else ():
                 reason = "the results of attention have it beside the heads"
-                names.give(part, "projection", reason)
+                names.give_role(part, "projection", reason)
         forms = [facts.classes(v) for operand in operands for v in facts.moved_from(operand)]
         lacking = [part for part in each.heads if any(part not in classes for classes in forms)]
         reason = "attention is done side by side along it"
         if len(each.heads) == 1:
-            names.give(each.heads[0], _QUERY_HEADS if lacking else _HEADS, reason)
+            names.give_role(each.heads[0], _QUERY_HEADS if lacking else _HEADS, reason)
         elif len(each.heads) == 2 and len(lacking) == 1:
             for part in each.heads:
-                names.give(part, _QUERY_HEADS if part in lacking else _HEAD_GROUPS, reason)
+                names.give_role(part, _QUERY_HEADS if part in lacking else _HEAD_GROUPS, reason)
 
 
 # Between two products
 
 
-def _name_neurons(facts: Facts, names: AxisNames) -> None:
+def _name_neurons(facts: Facts, names: ClassNames) -> None:
     """What a product makes of the embedding, and another contracts to give it back."""
     embedding = names.with_role("embedding")
     dots = [each for each in facts.with_weights if each.operation.kind == DOT]
@@ -289,13 +290,13 @@ def _name_neurons(facts: Facts, names: AxisNames) -> None:
         for part in names.without_role(found):
             role = "recurrent" if is_looped else _NEURONS
             reason = "a product makes it of the embedding, and another contracts over it"
-            names.give(part, role, reason)
+            names.give_role(part, role, reason)
     # Bottlenecks of adapters are shorter than the embedding, where other neurons are longer.
     longest = max((part.size for part in names.with_role(_NEURONS)), default=0)
     for stream in embedding if not names.with_role("experts") else ():
         for part in names.with_role(_NEURONS):
             if part.size < stream.size < longest:
-                names.take_back(part, "it is shorter than the embedding, as other neurons are not")
+                names.take_role(part, "it is shorter than the embedding, as other neurons are not")
 
 
 def _is_linear(facts: Facts, product: Product) -> bool:
@@ -304,7 +305,7 @@ def _is_linear(facts: Facts, product: Product) -> bool:
     return any(origin.number in made for origin in facts.linear_origins(product.data))
 
 
-def _name_ranks(facts: Facts, names: AxisNames) -> None:
+def _name_ranks(facts: Facts, names: ClassNames) -> None:
     """What two weights are multiplied over, with nothing in between."""
     for each in facts.products:
         is_matrix = each.operation.kind == DOT and len(each.contracted) == 1
@@ -316,10 +317,10 @@ def _name_ranks(facts: Facts, names: AxisNames) -> None:
             others = min(length_of(weight.classes) for weight in facts.in_weights[part])
             if part.size**2 < others and part not in facts.of_inputs:
                 reason = "two weights are multiplied over it, with nothing in between"
-                names.give(part, "rank", reason)
+                names.give_role(part, "rank", reason)
 
 
-def _name_outputs(facts: Facts, names: AxisNames) -> None:
+def _name_outputs(facts: Facts, names: ClassNames) -> None:
     """What products make of the embedding for results alone: the vocabulary again, or others."""
     embedding, vocabulary = names.with_role("embedding"), names.with_role(_VOCABULARY)
     made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
@@ -328,32 +329,42 @@ def _name_outputs(facts: Facts, names: AxisNames) -> None:
     again = [part for part in found if part.size in lengths]
     if len(again) == 1:
         reason = "results have it last, and it is as long as the vocabulary"
-        names.give(again[0], _VOCABULARY, reason)
+        names.give_role(again[0], _VOCABULARY, reason)
     given = _long(part for each in facts.call.inputs for part in each.classes)
     others = [part for part in found if part not in again and given & logits[part]]
     # Where no vocabulary is found, what each token has may be it.
     if len(others) == 1 and (vocabulary or not given <= logits[others[0]]):
         reason = "a product makes it of the embedding, and results have it"
-        names.give(others[0], "outputs", reason)
+        names.give_role(others[0], "outputs", reason)
 
 
 # What stands beside others
 
 
-def _name_positions(facts: Facts, names: AxisNames) -> None:
+def _is_counted(facts: Facts, lookup: Lookup) -> bool:
+    """Whether rows are looked up by places: consecutive numbers, or how many tokens came before."""
+    # What argmax and argsort find is computed from an iota too, but not element by element.
+    until = facts.mixed if lookup.index in facts.from_inputs else ()
+    if "stablehlo.iota" in facts.kinds_before(lookup.index, until):
+        return True
+    # Segments are counted as places are, but a table of them is shorter than the sequence.
+    is_long = all(part.size <= lookup.rows.size for part in facts.classes(lookup.index))
+    return is_long and _CUMULATION in facts.kinds_before(lookup.index)
+
+
+def _name_positions(facts: Facts, names: ClassNames) -> None:
     """What is looked up by counted places, cut as long as an input is, or added as a whole."""
     embedding = names.with_role("embedding")
     for each in facts.lookups:
         is_table = each.is_table and each.rows in facts.in_weights and embedding & each.others
-        is_counted = "stablehlo.iota" in facts.kinds_before(each.index)
-        if is_table and is_counted and each.index not in facts.from_weights:
-            names.give(each.rows, "positions", "rows are looked up along it by counted places")
+        if is_table and _is_counted(facts, each) and each.index not in facts.from_weights:
+            names.give_role(each.rows, "positions", "rows are looked up along it by counted places")
     for operation, before, after, _ in facts.cuts:
         is_cut = len(before) == len(after) == 1 and before != after
         is_weight = before[0] in facts.in_weights and operation.operands[0] not in facts.from_inputs
         if is_cut and is_weight and after[0] in facts.of_inputs:
             reason = "as many of its elements are taken as an input is long"
-            names.give(before[0], "positions", reason)
+            names.give_role(before[0], "positions", reason)
     tables = {each.value: each for each in facts.call.weights if embedding & {*each.classes}}
     reads = [each for each in facts.with_weights if each.contracted & embedding]
     read = _long(part for each in reads for part in facts.classes(each.data)) - embedding
@@ -365,10 +376,10 @@ def _name_positions(facts: Facts, names: AxisNames) -> None:
                 parts = [parts[0] for parts in tables[value].parts if len(parts) == 1]
                 rest = read & facts.classes(operand) & {*parts}
                 for part in rest if len(rest) == 1 else ():
-                    names.give(part, "positions", "a weight of it is added to the embedding")
+                    names.give_role(part, "positions", "a weight of it is added to the embedding")
 
 
-def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention]) -> None:
+def _name_joined(facts: Facts, names: ClassNames, attentions: Sequence[_Attention]) -> None:
     """Queries, keys and values that one weight makes, and that are cut apart."""
     uses = collections.defaultdict[int, set[str]](set)
     for each in attentions:
@@ -394,12 +405,12 @@ def _name_joined(facts: Facts, names: AxisNames, attentions: Sequence[_Attention
         roles = {names.roles.get(p) for run in runs.values() for _, parts in run for p in parts}
         # Of equal projections the axis is a product, which the program does not show.
         if roles <= heads:
-            names.give(part, text, "they stand one after the other along it")
+            names.give_role(part, text, "they stand one after the other along it")
         elif len({end - start for start, end in runs}) > 1:
-            names.give(part, f"{text}_projection", "they stand one after the other along it")
+            names.give_role(part, f"{text}_projection", "they stand one after the other along it")
 
 
-def _name_gates(facts: Facts, names: AxisNames) -> None:
+def _name_gates(facts: Facts, names: ClassNames) -> None:
     """Two that one weight has beside neurons, if they are cut apart and multiplied."""
     for part, runs in facts.runs.items():
         roles = [names.roles.get(each) for each in facts.beside(part)]
@@ -409,10 +420,10 @@ def _name_gates(facts: Facts, names: AxisNames) -> None:
         for each in facts.program.operations:
             sides = [{*each.operands} & side for side in (first - second, second - first)]
             if each.kind == _MULTIPLY and all(sides):
-                names.give(part, "gate_up", "one weight makes neurons and their gates")
+                names.give_role(part, "gate_up", "one weight makes neurons and their gates")
 
 
-def _leave_unequal_open(facts: Facts, names: AxisNames) -> None:
+def _leave_unequal_open(facts: Facts, names: ClassNames) -> None:
     """Two axes that a value has at once are not one, nor are two of unequal lengths."""
     doubts = dict[AxisClass, str]()
     for classes in {facts.classes(value) for value in facts.makers}:
@@ -429,4 +440,4 @@ def _leave_unequal_open(facts: Facts, names: AxisNames) -> None:
             if part.size != counts.most_common(1)[0][0]:
                 doubts[part] = f"it is not as long as what else would be {role!r}"
     for part, doubt in doubts.items():
-        names.take_back(part, doubt)
+        names.take_role(part, doubt)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from penzai_shard.naming.ties import Classes, Elements, makers_of
+from penzai_shard.naming.ties import Elements, Ties, makers_of
 from penzai_shard.propagation.flat import Operation, Propagated
 
 CONCATENATE = "stablehlo.concatenate"
@@ -47,32 +47,32 @@ class _Parted:
     parts: Mapping[_Place, int]
     source: int | None = None
 
-    def covers(self, classes: Classes) -> bool:
+    def covers(self, ties: Ties) -> bool:
         """Whether each element of the dimension is in one part; those of strided cuts are not."""
         is_dense = all(stride == 1 for _, _, stride in self.parts)
-        return is_dense and cover(classes.sizes[self.whole], (place[:2] for place in self.parts))
+        return is_dense and cover(ties.sizes[self.whole], (place[:2] for place in self.parts))
 
 
-def tie_cuts(program: Propagated, classes: Classes, elements: Elements) -> None:
+def tie_cuts(program: Propagated, ties: Ties, elements: Elements) -> None:
     """Ties what parts of dimensions say of one another.
 
     Args:
         program: The program, without what goes back over it for a gradient: there parts are put
             together that were cut apart before.
-        classes: Where all else has been tied.
+        ties: Where all else has been tied.
         elements: The elements in it of the dimensions of each value.
     """
     cut = list(_read_cut(program, elements))
     joined = list(_read_joined(program, elements))
     while True:
-        before = classes.ties
-        _tie_same_places([*cut, *joined], classes)
-        _tie_minor_parts(cut, classes)
-        _tie_joined_again(cut, joined, classes)
-        if classes.ties == before:
+        before = ties.count
+        _tie_same_places([*cut, *joined], ties)
+        _tie_minor_parts(cut, ties)
+        _tie_joined_again(cut, joined, ties)
+        if ties.count == before:
             # Last, as parts may get to be of one kind by all the others.
-            _split_equal_parts(program, cut, joined, classes, elements)
-        if classes.ties == before:
+            _split_equal_parts(program, cut, joined, ties, elements)
+        if ties.count == before:
             return
 
 
@@ -82,11 +82,9 @@ def tie_cuts(program: Propagated, classes: Classes, elements: Elements) -> None:
 def _read_cut(program: Propagated, elements: Elements) -> Iterator[_Parted]:
     found: dict[int, dict[_Place, int]] = collections.defaultdict(dict)
     for operation in program.operations:
+        values = (operation.operands[0], operation.results[0]) if operation.cuts else ()
         for dim, place in enumerate(operation.cuts):
-            whole, part = (
-                (elements[v][dim], program.values[v].shape[dim])
-                for v in (operation.operands[0], operation.results[0])
-            )
+            whole, part = ((elements[v][dim], program.values[v].shape[dim]) for v in values)
             if part[1] < whole[1]:
                 found[whole[0]][place] = part[0]
     return itertools.starmap(_Parted, found.items())
@@ -98,9 +96,8 @@ def _read_joined(program: Propagated, elements: Elements) -> Iterator[_Parted]:
         if operation.kind != CONCATENATE:
             continue
         shapes = [program.values[v].shape for v in (*operation.results, *operation.operands)]
-        dim = next(
-            (n for n, ends in enumerate(zip(*shapes, strict=True)) if len({*ends}) > 1), None
-        )
+        lengths = enumerate(zip(*shapes, strict=True))
+        dim = next((n for n, of_dim in lengths if len({*of_dim}) > 1), None)
         if dim is None:
             continue
         ends = [0, *itertools.accumulate(shape[dim] for shape in shapes[1:])]
@@ -141,48 +138,48 @@ def _find_sources(
 # Tying
 
 
-def _tie_same_places(parted: Sequence[_Parted], classes: Classes) -> None:
+def _tie_same_places(parted: Sequence[_Parted], ties: Ties) -> None:
     """Parts at one place of a dimension are one."""
     first: dict[tuple[tuple[int, ...], _Place], int] = {}
     for each in parted:
-        whole = tuple(classes.parts([each.whole]))
+        whole = tuple(ties.parts([each.whole]))
         for place, part in each.parts.items():
-            classes.unify([first.setdefault((whole, place), part)], [part])
+            ties.unify([first.setdefault((whole, place), part)], [part])
 
 
-def _tie_minor_parts(cut: Sequence[_Parted], classes: Classes) -> None:
+def _tie_minor_parts(cut: Sequence[_Parted], ties: Ties) -> None:
     """What is cut out at one place of the major parts of a product is its minor parts.
 
     So it is with queries, keys and values that stand one after the other, each with all heads.
     """
     for each in cut:
-        minor = classes.parts([each.whole])[1:]
+        minor = ties.parts([each.whole])[1:]
         while minor:
-            length = math.prod(classes.sizes[part] for part in minor)
+            length = math.prod(ties.sizes[part] for part in minor)
             for (start, end, stride), part in each.parts.items():
                 if end - start == length and start % length == 0 and stride == 1:
-                    classes.unify([part], minor)
+                    ties.unify([part], minor)
             minor = minor[1:]
 
 
-def _tie_joined_again(cut: Sequence[_Parted], joined: Sequence[_Parted], classes: Classes) -> None:
+def _tie_joined_again(cut: Sequence[_Parted], joined: Sequence[_Parted], ties: Ties) -> None:
     """What is put together, in any order, of the parts that a dimension was cut into is that."""
 
     def parts_of(each: _Parted) -> list[list[int]]:
-        return sorted(classes.parts([part]) for part in each.parts.values())
+        return sorted(ties.parts([part]) for part in each.parts.values())
 
-    sources = {each.whole: each for each in cut if each.covers(classes)}
+    sources = {each.whole: each for each in cut if each.covers(ties)}
     for each in joined:
         source = sources.get(each.source) if each.source is not None else None
         if source is not None and parts_of(each) == parts_of(source):
-            classes.unify([source.whole], [each.whole])
+            ties.unify([source.whole], [each.whole])
 
 
 def _split_equal_parts(
     program: Propagated,
     cut: Sequence[_Parted],
     joined: Sequence[_Parted],
-    classes: Classes,
+    ties: Ties,
     elements: Elements,
 ) -> None:
     """A dimension that is cut into equal parts of one kind is the product of their number and them.
@@ -190,18 +187,18 @@ def _split_equal_parts(
     They are of one kind if their major part is. And they must be an axis in another place too: of
     an argument, or one that is cut further. Halves that are put together again are not.
     """
-    given = {part for value in program.arguments for part in classes.parts(elements[value])}
-    again = [classes.parts([each.whole]) for each in joined]
+    given = {part for value in program.arguments for part in ties.parts(elements[value])}
+    again = [ties.parts([each.whole]) for each in joined]
     for each in cut:
-        whole, parts = classes.parts([each.whole]), [*each.parts.values()]
+        whole, parts = ties.parts([each.whole]), [*each.parts.values()]
         lengths = {end - start for start, end, _ in each.parts}
         if len(whole) > 1 or whole in again or len(parts) < 2 or len(lengths) > 1:
             continue
-        of_parts = [classes.parts([part]) for part in parts]
+        of_parts = [ties.parts([part]) for part in parts]
         kinds = {part[0] if part else None for part in of_parts}
         is_axis = any(len(part) > 1 or given.issuperset(part) for part in of_parts)
-        if len(kinds) > 1 or None in kinds or not is_axis or not each.covers(classes):
+        if len(kinds) > 1 or None in kinds or not is_axis or not each.covers(ties):
             continue
         for part in parts[1:]:
-            classes.unify(parts[:1], [part])
-        classes.unify([each.whole], [classes.new(len(parts)), parts[0]])
+            ties.unify(parts[:1], [part])
+        ties.unify([each.whole], [ties.new(len(parts)), parts[0]])

@@ -175,10 +175,8 @@ class Facts:
 
         both = left.keys() & right.keys()
         free = classes(0, left.keys() & made - both), classes(1, right.keys() & made - both)
-        of_weights = [
-            not self._of_weights.isdisjoint(self.moved_from(operand))
-            for operand in operation.operands
-        ]
+        origins = map(self.moved_from, operation.operands)
+        of_weights = [not self._of_weights.isdisjoint(values) for values in origins]
         weight = of_weights.index(True) if sum(of_weights) == 1 else None
         return Product(operation, classes(0, both - made), classes(0, both & made), free, weight)
 
@@ -217,10 +215,8 @@ class Facts:
             rows = [n for n, dim in enumerate(operation.rule.operands[0]) if reduced & {*dim}]
             if len(rows) == 1 and len(dims[rows[0]]) == 1:
                 others = (part for n, parts in enumerate(dims) if n != rows[0] for part in parts)
-                is_table = table not in self.from_inputs
-                found.append(
-                    Lookup(operation, dims[rows[0]][0], frozenset(others), index, is_table)
-                )
+                own = dims[rows[0]][0], frozenset(others), index, table not in self.from_inputs
+                found.append(Lookup(operation, *own))
         return tuple(found)
 
     @functools.cached_property
@@ -247,10 +243,8 @@ class Facts:
             is_even = stride == 1 and start % step == end % step == 0
             if is_even and before != after == (*major, *minor):
                 runs = found.setdefault(before[0], {})
-                cut = tuple(part for part in major if part.size > 1)
-                runs.setdefault((start // step, end // step), []).append(
-                    (operation.results[0], cut)
-                )
+                cut = operation.results[0], tuple(part for part in major if part.size > 1)
+                runs.setdefault((start // step, end // step), []).append(cut)
         given = self.from_inputs | self.from_weights
         for lookup in self.lookups:
             shape = self.program.values[lookup.index].shape
@@ -300,15 +294,19 @@ class Facts:
 
         return _walk([value], sources, _FAR)
 
-    def kinds_before(self, value: int) -> Set[str]:
-        """The kinds of the operations that a value is computed by."""
-        return {self.makers[each].kind for each in self.before(value) if each in self.makers}
+    def kinds_before(self, value: int, until: Container[int] = ()) -> Set[str]:
+        """The kinds of the operations that a value is computed by, as ``before`` has them."""
+        return {self.makers[v].kind for v in self.before(value, until) if v in self.makers}
+
+    @functools.cached_property
+    def mixed(self) -> Set[int]:
+        """The values that comparisons make, or operations that take elements from other places."""
+        return {value for value, each in self.makers.items() if not _is_element_wise(each)}
 
     def nearest_products(self, value: int) -> Sequence[Product]:
         """The products that a value is computed from, with none in between."""
-        return [
-            self.by_result[v] for v in self.before(value, self.by_result) if v in self.by_result
-        ]
+        values = self.before(value, self.by_result)
+        return [self.by_result[v] for v in values if v in self.by_result]
 
     def moved_from(self, value: int) -> Iterator[int]:
         """A value, and those that it is another form or a part of."""
@@ -338,6 +336,13 @@ class Facts:
 
         found = _walk([value], sources)
         return (self.makers[each] for each in found if each in self.makers and not sources(each))
+
+
+def _is_element_wise(operation: Operation) -> bool:
+    rule = operation.rule
+    if operation.kind in _FORMS or rule is None or operation.kind == "stablehlo.compare":
+        return operation.kind in _FORMS
+    return {*rule.operands} <= {(), rule.results[0]} and not rule.replicated
 
 
 def sources_of(operation: Operation | None) -> Sequence[int]:

@@ -90,14 +90,14 @@ def infer_names(
     check_names("infer_names", overrides)
     call = trace_call(function, params, *inputs, input_names=input_names, called="infer_names")
     found = name_classes(Facts(call))
-    parts = _find_parts(call.weights, found.names)
-    known = {part: (name, found.reasons[part]) for part, name in found.names.items()}
+    known = {**found.names}
+    parts = _find_parts(call.weights, {part: name for part, (name, _) in known.items()})
     for part, name in _read_overrides(overrides, call.weights, parts).items():
         if part not in known or known[part][0] != name:
             known[part] = (name, "an override says so")
     counts = collections.Counter(part for dims in parts.values() for part in {*sum(dims, ())})
     # Numbers below zero are of no class of the program.
-    doubts = {part: _UNUSED for part in counts if part.number < 0} | found.open
+    doubts = {part: _UNUSED for part in counts if part.number < 0} | found.reasons
     dims: dict[str, tuple[NamedDim, ...]] = {}
     for weight in call.weights:
         own = _name_dims(parts[weight.path], known, doubts, counts)

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from penzai_shard.naming.axis_names import AxisNames
+from penzai_shard.naming.class_names import ClassNames
 from penzai_shard.naming.facts import DOT, PRODUCTS, Classes, Facts
 from penzai_shard.naming.ties import AxisClass
 from penzai_shard.paths import pattern_parts
@@ -17,7 +17,7 @@ _COMMON = frozenset({"embedding", "vocabulary", "outputs", "rank", "qkv", "kv", 
 # Experts
 
 
-def name_experts(facts: Facts, names: AxisNames) -> None:
+def name_experts(facts: Facts, names: ClassNames) -> None:
     """What weights of products have side by side, and a product of the embedding chooses among."""
     dots = (each for each in facts.with_weights if each.operation.kind == DOT)
     side_by_side = {part for each in dots for part in each.batch}
@@ -27,7 +27,7 @@ def name_experts(facts: Facts, names: AxisNames) -> None:
     for router, order in tuple(_find_routers(facts, names)):
         if router in side_by_side:
             how = "the embedding weighs them" if order is None else "the largest are chosen"
-            names.give(router, "experts", f"products are done side by side along it, and {how}")
+            names.give_role(router, "experts", f"products are side by side along it, and {how}")
         if order is None:
             continue
         chosen = _of_chosen(facts, order)
@@ -40,13 +40,13 @@ def name_experts(facts: Facts, names: AxisNames) -> None:
         if len(experts) == 1 or (experts and looked_up.issuperset(experts)):
             for part in (router, *experts):
                 reason = "weights have it side by side, and the largest of a product are chosen"
-                names.give(part, "experts", reason)
+                names.give_role(part, "experts", reason)
         elif chosen & names.with_role("embedding"):
             reason = "the largest of its elements are chosen, to weigh what the embedding gets"
-            names.give(router, "experts", reason)
+            names.give_role(router, "experts", reason)
 
 
-def _find_routers(facts: Facts, names: AxisNames) -> Iterator[tuple[AxisClass, Operation | None]]:
+def _find_routers(facts: Facts, names: ClassNames) -> Iterator[tuple[AxisClass, Operation | None]]:
     """What products make of the embedding alone, to weigh something with.
 
     With each the operation that looks for its largest elements; None if there is none.
@@ -95,7 +95,7 @@ class _Words(NamedTuple):
     streams: Mapping[tuple[str, ...], AxisClass]
 
 
-def tell_streams_apart(facts: Facts, names: AxisNames) -> None:
+def tell_streams_apart(facts: Facts, names: ClassNames) -> None:
     """Gives residual streams that nothing ties names of their own, by a word in their paths.
 
     Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
@@ -110,11 +110,11 @@ def tell_streams_apart(facts: Facts, names: AxisNames) -> None:
         for word, stream in words.streams.items():
             label = "_".join(word)
             reason = f"blocks under {label!r} have a residual stream that nothing ties to others"
-            names.call(stream, f"{label}_embedding", reason)
+            names.give_name(stream, f"{label}_embedding", reason)
         for part, stream in _find_owners(facts, names, words):
             label = next("_".join(word) for word, each in words.streams.items() if each == stream)
             reason = f"{names.reasons[part]}, of the stream of {label!r}"
-            names.call(part, f"{label}_{names.roles[part]}", reason)
+            names.give_name(part, f"{label}_{names.roles[part]}", reason)
         return
     kept = {*streams}
     if len(streams) > 1:
@@ -126,9 +126,9 @@ def tell_streams_apart(facts: Facts, names: AxisNames) -> None:
     for part, role in list(names.roles.items()):
         beside = facts.beside(part)
         if part in streams and part not in kept:
-            names.take_back(part, "it is one of several residual streams, which nothing ties")
+            names.take_role(part, "it is one of several residual streams, which nothing ties")
         elif streams and role not in _COMMON and beside and not beside & kept:
-            names.take_back(part, "it is of a residual stream that is not decided")
+            names.take_role(part, "it is of a residual stream that is not decided")
 
 
 def _find_words(facts: Facts, streams: Sequence[AxisClass]) -> _Words | None:
@@ -159,7 +159,7 @@ def _word(path: Sequence[str], place: int) -> tuple[str, ...]:
 
 
 def _find_owners(
-    facts: Facts, names: AxisNames, words: _Words
+    facts: Facts, names: ClassNames, words: _Words
 ) -> Iterator[tuple[AxisClass, AxisClass]]:
     """What belongs to one stream alone, with the stream.
 

@@ -60,24 +60,24 @@ def length_of(parts: Iterable[AxisClass]) -> int:
     return math.prod(part.size for part in parts)
 
 
-class Classes:
+class Ties:
     """Union-find over elements with a length, each of which may turn out to be a product.
 
     Attributes:
         sizes: The length of each element.
-        ties: How many pairs have been tied so far.
+        count: How many pairs have been tied so far.
 
-    >>> classes = Classes()
-    >>> merged, heads, projection = classes.new(24), classes.new(4), classes.new(6)
-    >>> classes.unify([merged], [heads, projection])
+    >>> ties = Ties()
+    >>> merged, heads, projection = ties.new(24), ties.new(4), ties.new(6)
+    >>> ties.unify([merged], [heads, projection])
     True
-    >>> classes.parts([merged]) == [heads, projection]
+    >>> ties.parts([merged]) == [heads, projection]
     True
     """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.ties = 0
+        self.count = 0
         self._parents: list[int] = []
         self._cut: dict[int, tuple[int, int]] = {}
 
@@ -111,7 +111,7 @@ class Classes:
             right += self._split_off(b, size)
             a, b = self.parts([a])[-1], self.parts([b])[-1]
             if a != b:
-                self.ties += 1
+                self.count += 1
                 # The older element stays the root, so that classes are numbered as values are.
                 self._parents[max(a, b)] = min(a, b)
             left, right = self.parts(left), self.parts(right)
@@ -140,14 +140,14 @@ class Classes:
         return element
 
 
-def number_classes(classes: Classes, elements: Elements) -> Dims:
+def number_classes(ties: Ties, elements: Elements) -> Dims:
     """The classes of all dimensions; one of length 1 is a class by itself."""
     found: dict[int, AxisClass] = {}
 
     def number(element: int) -> Parts:
-        parts = classes.parts([element]) or [classes.root(element)]
+        parts = ties.parts([element]) or [ties.root(element)]
         return tuple(
-            found.setdefault(part, AxisClass(len(found), classes.sizes[part])) for part in parts
+            found.setdefault(part, AxisClass(len(found), ties.sizes[part])) for part in parts
         )
 
     return [tuple(map(number, dims)) for dims in elements]
@@ -156,25 +156,25 @@ def number_classes(classes: Classes, elements: Elements) -> Dims:
 # Operations
 
 
-def tie_operations(program: Propagated, classes: Classes, elements: Elements) -> None:
+def tie_operations(program: Propagated, ties: Ties, elements: Elements) -> None:
     """Ties the dimensions of all values as operations and loops do."""
     for operation in program.operations:
         if operation.kind == "stablehlo.reshape":
             source, target = (list(elements[v]) for v in (*operation.operands, *operation.results))
-            pairs = _group_reshaped(source, target, classes)
+            pairs = _group_reshaped(source, target, ties)
         else:
-            pairs = _group_by_factors(operation, classes, elements)
+            pairs = _group_by_factors(operation, ties, elements)
         for left, right in pairs:
-            classes.unify(left, right)
+            ties.unify(left, right)
     stepped: dict[tuple[int, int], int] = {}
     for operation, dim, counter in indices_of_loops(program):
         element = elements[operation.operands[0]][dim]
-        first = stepped.setdefault((counter, classes.sizes[element]), element)
-        classes.unify([first], [element])
+        first = stepped.setdefault((counter, ties.sizes[element]), element)
+        ties.unify([first], [element])
 
 
 def _group_by_factors(
-    operation: Operation, classes: Classes, elements: Elements
+    operation: Operation, ties: Ties, elements: Elements
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Each dimension with the factors of the rule that it is the product of."""
     rule = operation.rule
@@ -194,7 +194,7 @@ def _group_by_factors(
     values = (*operation.operands, *operation.results)
     for value, dims in zip(values, (*rule.operands, *results), strict=False):
         for element, factors in zip(elements[value], dims, strict=False):
-            length = classes.sizes[element]
+            length = ties.sizes[element]
             if length == 1 or math.prod(sizes[factor] for factor in factors) != length:
                 continue
             if len(factors) == 1:
@@ -205,12 +205,12 @@ def _group_by_factors(
     for element, factors in products:
         for factor in factors:
             if factor not in of_factor:
-                of_factor[factor] = classes.new(sizes[factor])
+                of_factor[factor] = ties.new(sizes[factor])
         yield [element], [of_factor[factor] for factor in factors]
 
 
 def _group_reshaped(
-    source: list[int], target: list[int], classes: Classes
+    source: list[int], target: list[int], ties: Ties
 ) -> Iterator[tuple[list[int], list[int]]]:
     """The fewest dimensions, from the minor end, that have the same length before and after.
 
@@ -218,7 +218,7 @@ def _group_reshaped(
     """
 
     def length(elements: Iterable[int]) -> int:
-        return math.prod(classes.sizes[element] for element in elements)
+        return math.prod(ties.sizes[element] for element in elements)
 
     if length(source) == 0:
         return

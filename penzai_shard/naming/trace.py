@@ -18,9 +18,9 @@ from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.naming.cuts import tie_cuts
 from penzai_shard.naming.ties import (
     AxisClass,
-    Classes,
     Dims,
     Parts,
+    Ties,
     number_classes,
     tie_operations,
 )
@@ -208,14 +208,13 @@ def _read_input_names(
 def _read_call(
     program: Propagated, trees: Sequence[Sequence[Leaf]], input_names: Sequence[AxisNames | None]
 ) -> Call:
-    forward = dataclasses.replace(
-        program, operations=[each for each in program.operations if _BACKWARD not in each.name]
-    )
-    classes = Classes()
-    elements = [tuple(map(classes.new, value.shape)) for value in program.values]
-    tie_operations(program, classes, elements)
-    tie_cuts(forward, classes, elements)
-    dims = number_classes(classes, elements)
+    kept = [each for each in program.operations if _BACKWARD not in each.name]
+    forward = dataclasses.replace(program, operations=kept)
+    ties = Ties()
+    elements = [tuple(map(ties.new, value.shape)) for value in program.values]
+    tie_operations(program, ties, elements)
+    tie_cuts(forward, ties, elements)
+    dims = number_classes(ties, elements)
     used = {value for operation in program.operations for value in operation.operands}
     values = iter(program.arguments)
 

@@ -700,7 +700,8 @@ def gates(w, x):
     return jax.nn.sigmoid(x @ w["gates"]).mean(-1)
 
 
-# By title: what makes a model, and how many of its weights are named as its author has it.
+# By title: what makes a model, and how many of its weights are named as its author has it. All
+# others have open dimensions, but for those of ``WRONG_NAMES``.
 MODELS = {
     "Llama of torch": (llama, 20),
     "Llama, neighbours rotated": (lambda: llama(turn=lambda x: rotate(x, True)), 20),
@@ -742,4 +743,10 @@ MODELS = {
     "as many latents as heads": (lambda: trick(f"latents many E; {ASK}", perceiver), 14),
     "as many learned keys": (lambda: trick(f"keys k H P; values k H P; {ASK}", prefixed), 18),
     "two stages": (stages, 14),
+}
+
+# By title: the dimensions that get another name than their author's.
+WRONG_NAMES = {
+    # Its results are of latents, and nothing ties them to tokens.
+    "as many latents as heads": {("head", 1, "outputs")},
 }

@@ -1,4 +1,4 @@
-"""Judges labels of dimensions by what the author of a model calls them, pair by pair.
+"""Judges labels of dimensions by what the author of a model calls them, in pairs and one by one.
 
 It knows of no program, and shares no code with what it judges. A dimension without a label is tied
 to none; one that its author leaves without a name is an axis of its own.
@@ -25,3 +25,13 @@ def compare_ties(labels, names):
         if (a is not None and a == b) != is_one:
             (missed if is_one else wrong).append((*pair, a))
     return wrong, missed
+
+
+def find_wrong_names(found, names):
+    """The dimensions with a name that is not their author's: path, number and name."""
+    return {
+        (path, dim, name)
+        for path, axes in names.items()
+        for dim, (name, own) in enumerate(zip(found[path], axes, strict=True))
+        if name not in (None, own)
+    }

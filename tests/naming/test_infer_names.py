@@ -11,8 +11,8 @@ from penzai import pz
 
 import penzai_shard as pzs
 from tests.naming import models
-from tests.naming.models import MODELS, B, S, block_of
-from tests.naming.oracle import compare_ties
+from tests.naming.models import MODELS, WRONG_NAMES, B, S, V, block_of
+from tests.naming.oracle import compare_ties, find_wrong_names
 from tests.refusals import problems_of
 
 TOKENS = jax.ShapeDtypeStruct((B, S), "int32")
@@ -50,7 +50,29 @@ def test_infer_names_of_a_model_as_its_author(title):
     found = infer(model.function, model.weights, *model.inputs, input_names=model.input_names)
     wrong, _ = compare_ties(found, model.names)
     assert wrong == []
-    assert sum(found[path] == axes for path, axes in model.names.items()) >= count
+    assert find_wrong_names(found, model.names) == WRONG_NAMES.get(title, set())
+    assert sum(found[path] == axes for path, axes in model.names.items()) == count
+
+
+@pytest.mark.parametrize(
+    ("find", "rows", "name"),
+    [
+        (lambda tokens: jnp.maximum(jnp.arange(S) - tokens[:, :1], 0), V, "positions"),
+        (lambda tokens: jnp.cumsum(tokens != 0, 1), V, "positions"),
+        # Segments are counted, too, and there are few.
+        (lambda tokens: jnp.cumsum(tokens == 0, 1), 2, None),
+        (lambda tokens: jnp.argmax(tokens, 1, keepdims=True), V, None),
+        (lambda tokens: jnp.digitize(tokens, jnp.arange(4)), V, None),
+    ],
+    ids=["shifted", "counted", "segments", "argmax", "digitize"],
+)
+def test_infer_names_calls_what_counted_places_look_up_positions(find, rows, name):
+    def add_rows(w, x, tokens):
+        return x + w["table"][find(tokens)]
+
+    model = models.trick("table rows E", add_rows, rows=rows)
+    found = infer(model.function, model.weights, *model.inputs)
+    assert found["table"] == (name, "embedding")
 
 
 # Results

@@ -16,7 +16,7 @@ from penzai.models.transformer.variants import llamalike_common as llama
 import penzai_shard as pzs
 from penzai_shard.naming.cuts import cover
 from penzai_shard.naming.facts import Facts
-from penzai_shard.naming.ties import Classes
+from penzai_shard.naming.ties import Ties
 from penzai_shard.naming.trace import trace_call
 
 
@@ -114,21 +114,20 @@ def test_facts_of_products_and_lookups():
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_unify_makes_any_grouping_of_factors_their_product(factors, data):
-    classes = Classes()
-    whole, elements = classes.new(math.prod(factors)), [*map(classes.new, factors)]
+    ties = Ties()
+    whole, elements = ties.new(math.prod(factors)), [*map(ties.new, factors)]
     ends = {*data.draw(st.sets(st.integers(1, len(factors)))), 0, len(factors)}
     groups = [
-        classes.new(math.prod(factors[start:end]))
-        for start, end in itertools.pairwise(sorted(ends))
+        ties.new(math.prod(factors[start:end])) for start, end in itertools.pairwise(sorted(ends))
     ]
-    assert classes.unify([whole], groups)
-    assert classes.unify(elements, [whole])
-    assert classes.parts([whole]) == classes.parts(elements) == classes.parts(groups)
-    assert [classes.sizes[part] for part in classes.parts([whole])] == [f for f in factors if f > 1]
+    assert ties.unify([whole], groups)
+    assert ties.unify(elements, [whole])
+    assert ties.parts([whole]) == ties.parts(elements) == ties.parts(groups)
+    assert [ties.sizes[part] for part in ties.parts([whole])] == [f for f in factors if f > 1]
 
 
 def test_unify_leaves_lengths_apart_that_are_no_parts_of_one_another():
-    classes = Classes()
-    first, second = [classes.new(4), classes.new(6)], [classes.new(6), classes.new(4)]
-    assert not classes.unify(first, second)
-    assert len({*classes.parts(first), *classes.parts(second)}) == 4
+    ties = Ties()
+    first, second = [ties.new(4), ties.new(6)], [ties.new(6), ties.new(4)]
+    assert not ties.unify(first, second)
+    assert len({*ties.parts(first), *ties.parts(second)}) == 4
