@@ -50,7 +50,7 @@ def name_classes(facts: Facts) -> ClassNames:
     # The first role that an axis gets stays. The embedding is first, as most others are what a
     # product makes of it. Then come axes that are indexed, so that rows of a table and layers of a
     # loop are not taken for heads; then attention and experts, as what they make of the embedding
-    # and give back looks like neurons. All that is named by what it stands beside comes last.
+    # and give back looks like neurons. Axes that their neighbours name come last.
     _name_embedding(facts, names)
     _name_vocabulary(facts, names)
     _name_layers(facts, names)
@@ -63,7 +63,7 @@ def name_classes(facts: Facts) -> ClassNames:
     _name_gates(facts, names)
     _name_ranks(facts, names)
     _name_outputs(facts, names)
-    # At last, unlike axes that have one role get names of their own, or none.
+    # Last, different axes that have one role get different names, or none.
     tell_streams_apart(facts, names)
     _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
@@ -91,7 +91,7 @@ def _name_embedding(facts: Facts, names: ClassNames) -> None:
             last = next((made[v] for v in facts.before(added, made) if v in made), None)
             if last and facts.reached([stream], last.number - 1) & {*last.operands}:
                 seen.add(classes)
-                # Of several axes, such as positions beside it, the one that most weights have.
+                # Of several axes, as with positions next to it, the one that most weights have.
                 counts = collections.Counter({p: len(facts.in_weights[p]) for p in classes})
                 (best, most), *rest = counts.most_common()
                 if most > 1 and (not rest or rest[0][1] < most):
@@ -106,7 +106,7 @@ def _name_embedding(facts: Facts, names: ClassNames) -> None:
 
 
 def _name_vocabulary(facts: Facts, names: ClassNames) -> None:
-    """What inputs are looked up in, if it is the only such table or as long as the logits are."""
+    """What inputs are looked up in, if it is their only table or as long as the logits are."""
     embedding, logits = names.with_role("embedding"), _find_logits(facts)
     tables = dict[AxisClass, Set[AxisClass]]()
     for each in facts.lookups:
@@ -119,7 +119,7 @@ def _name_vocabulary(facts: Facts, names: ClassNames) -> None:
     chosen = tables.keys() & logits.keys() or {
         rows
         for rows, index in tables.items()
-        if any(part.size == rows.size and index <= beside for part, beside in logits.items())
+        if any(part.size == rows.size and index <= others for part, others in logits.items())
     }
     # An index of which another input has more dimensions, as of an image, is its label.
     inputs = [{*each.classes} for each in facts.call.inputs]
@@ -132,9 +132,9 @@ def _find_logits(facts: Facts) -> dict[AxisClass, Set[AxisClass]]:
     """What results have last, or a loss looks up targets in, with the axes of the numbers."""
     lookups = (each for each in facts.lookups if not each.is_table)
     found = {each.rows: _long(facts.classes(each.index)) for each in lookups}
-    for *beside, last in filter(None, map(facts.call.dims.__getitem__, facts.program.results)):
-        found |= {last[0]: _long(itertools.chain(*beside))} if len(last) == 1 else {}
-    return {part: beside for part, beside in found.items() if part in facts.in_weights}
+    for *others, last in filter(None, map(facts.call.dims.__getitem__, facts.program.results)):
+        found |= {last[0]: _long(itertools.chain(*others))} if len(last) == 1 else {}
+    return {part: others for part, others in found.items() if part in facts.in_weights}
 
 
 def _long(classes: Iterable[AxisClass]) -> Set[AxisClass]:
@@ -181,7 +181,7 @@ class _Attention:
         softmax: The value of the exponential.
         heads: What both products do side by side.
         contracted: What queries and keys are contracted over.
-        values: What the result has besides heads and queries.
+        values: What the result has that is neither heads nor queries.
     """
 
     scores: Product
@@ -217,8 +217,8 @@ def _find_attentions(facts: Facts, names: ClassNames) -> Iterator[_Attention]:
             continue
         if not all(_is_made(facts, names, operand) for operand in scores.operation.operands):
             continue
-        beside = {each for part in contracted | values for each in facts.beside(part)}
-        heads = weighted & beside & (scores.batch | scores.of_result - mixed)
+        near = {each for part in contracted | values for each in facts.neighbours(part)}
+        heads = weighted & near & (scores.batch | scores.of_result - mixed)
         yield _Attention(scores, mixes[0], softmax, sorted(heads), contracted, values)
 
 
@@ -250,7 +250,7 @@ def _name_attention(facts: Facts, names: ClassNames, attentions: Sequence[_Atten
                     for part in sorted(facts.in_weights.keys() & made.pop()):
                         names.give_role(part, "projection", "queries or keys have it for each head")
             for part in sorted(each.values) if length_of(each.values) == length else ():
-                reason = "the results of attention have it beside the heads"
+                reason = "the results of attention have it for each head"
                 names.give_role(part, "projection", reason)
         forms = [facts.classes(v) for operand in operands for v in facts.moved_from(operand)]
         lacking = [part for part in each.heads if any(part not in classes for classes in forms)]
@@ -321,7 +321,7 @@ def _name_ranks(facts: Facts, names: ClassNames) -> None:
 
 
 def _name_outputs(facts: Facts, names: ClassNames) -> None:
-    """What products make of the embedding for results alone: the vocabulary again, or others."""
+    """What products make of the embedding only for results: the vocabulary again, or others."""
     embedding, vocabulary = names.with_role("embedding"), names.with_role(_VOCABULARY)
     made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
     logits, lengths = _find_logits(facts), {part.size for part in vocabulary}
@@ -338,7 +338,7 @@ def _name_outputs(facts: Facts, names: ClassNames) -> None:
         names.give_role(others[0], "outputs", reason)
 
 
-# What stands beside others
+# Axes next to others
 
 
 def _is_counted(facts: Facts, lookup: Lookup) -> bool:
@@ -411,9 +411,9 @@ def _name_joined(facts: Facts, names: ClassNames, attentions: Sequence[_Attentio
 
 
 def _name_gates(facts: Facts, names: ClassNames) -> None:
-    """Two that one weight has beside neurons, if they are cut apart and multiplied."""
+    """An axis of two next to neurons, if both are cut apart and multiplied."""
     for part, runs in facts.runs.items():
-        roles = [names.roles.get(each) for each in facts.beside(part)]
+        roles = [names.roles.get(each) for each in facts.neighbours(part)]
         if part.size != 2 or _NEURONS not in roles or not cover(part.size, runs):
             continue
         first, second = (facts.reached(v for v, _ in runs[run]) for run in sorted(runs))

@@ -1,7 +1,7 @@
 """Ties what slices and concatenations say of dimensions, until they say nothing more.
 
 Shardy's rules tie nothing that changes in length. So queries, keys and values of one weight, halves
-that rotary embeddings change for one another, and gates beside their neurons would stay open.
+that rotary embeddings change for one another, and gates next to their neurons would stay open.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """Says what the operations of a traced call do with its logical axes, before any has a name.
 
 A value is *of weights* if it is computed from them and from no input. Most facts are about products
-of such a value with data, and about what stands between two of them.
+of a value of weights with data, and about what is between two of them.
 """
 
 import collections
@@ -38,7 +38,7 @@ class Product:
         operation: The operation.
         contracted: What is summed over.
         batch: What both operands and the result have.
-        free: What the result has of each operand alone.
+        free: What the result has only of the first operand, and only of the second.
         weight: Which of its operands is of weights; None if none is, or both.
     """
 
@@ -55,7 +55,7 @@ class Product:
 
     @property
     def made(self) -> Classes:
-        """What the result has of weights alone."""
+        """What the result has only of weights."""
         return frozenset() if self.weight is None else self.free[self.weight]
 
     @property
@@ -148,8 +148,8 @@ class Facts:
         """The classes of a value."""
         return frozenset(part for parts in self.call.dims[value] for part in parts)
 
-    def beside(self, part: AxisClass) -> Set[AxisClass]:
-        """What weights that have a class have besides."""
+    def neighbours(self, part: AxisClass) -> Set[AxisClass]:
+        """The other classes of the weights that contain this class."""
         weights = self.in_weights.get(part, ())
         return {each for weight in weights for each in weight.classes} - {part}
 
@@ -295,7 +295,7 @@ class Facts:
         return _walk([value], sources, _FAR)
 
     def kinds_before(self, value: int, until: Container[int] = ()) -> Set[str]:
-        """The kinds of the operations that a value is computed by, as ``before`` has them."""
+        """The kinds of the operations that a value is computed by, back to ``until``."""
         return {self.makers[v].kind for v in self.before(value, until) if v in self.makers}
 
     @functools.cached_property

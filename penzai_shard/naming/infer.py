@@ -118,14 +118,14 @@ def _find_parts(
 
     Of one that the program does not use what has a name in all weights that it uses in its place.
     """
-    alike: dict[Any, list[tuple[Parts, ...]]] = collections.defaultdict(list)
+    equal: dict[Any, list[tuple[Parts, ...]]] = collections.defaultdict(list)
     for weight in weights:
         if weight.parts:
-            alike[fold_key(weight.path), weight.shape].append(weight.parts)
+            equal[fold_key(weight.path), weight.shape].append(weight.parts)
     found, numbers = {}, itertools.count(-1, -1)
     for weight in weights:
         new = tuple((AxisClass(next(numbers), size),) for size in weight.shape)
-        used = alike[fold_key(weight.path), weight.shape] or [new]
+        used = equal[fold_key(weight.path), weight.shape] or [new]
         is_one = len({tuple(tuple(map(names.get, parts)) for parts in dims) for dims in used}) == 1
         pairs = zip(used[0], new, strict=True)
         copied = (old if is_one and names.keys() >= {*old} else own for old, own in pairs)

@@ -21,7 +21,7 @@ def name_experts(facts: Facts, names: ClassNames) -> None:
     """What weights of products have side by side, and a product of the embedding chooses among."""
     dots = (each for each in facts.with_weights if each.operation.kind == DOT)
     side_by_side = {part for each in dots for part in each.batch}
-    # Experts are matrices: rows of a table, such as tokens that are made and looked up, are none.
+    # Experts are matrices. Rows of a table are not, even if they are made and looked up, as tokens.
     matrices = {weight.parts[0] for weight in facts.call.weights if len(weight.classes) > 2}
     looked_up = {each.rows for each in facts.lookups if each.index in facts.from_weights}
     for router, order in tuple(_find_routers(facts, names)):
@@ -47,7 +47,7 @@ def name_experts(facts: Facts, names: ClassNames) -> None:
 
 
 def _find_routers(facts: Facts, names: ClassNames) -> Iterator[tuple[AxisClass, Operation | None]]:
-    """What products make of the embedding alone, to weigh something with.
+    """The axes that products make of the embedding, to weigh something with.
 
     With each the operation that looks for its largest elements; None if there is none.
     """
@@ -101,8 +101,8 @@ def tell_streams_apart(facts: Facts, names: ClassNames) -> None:
     Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
     and that of ``stages.0`` not that of ``stages.1``. Where no word tells them apart, the one that
     begins at the vocabulary is the embedding; where none does, the one that more than twice as many
-    weights have as all others, as those of blocks do beside those of a pooling behind them. What
-    blocks of the others have stays open with them.
+    weights have as all others: blocks have more weights than the pooling behind them. The other
+    streams stay open, and with them what their blocks have.
     """
     streams = sorted(names.with_role("embedding"))
     words = _find_words(facts, streams) if len(streams) > 1 else None
@@ -120,14 +120,14 @@ def tell_streams_apart(facts: Facts, names: ClassNames) -> None:
     if len(streams) > 1:
         vocabulary = names.with_role("vocabulary")
         counts = {stream: len(facts.in_weights[stream]) for stream in streams}
-        kept = {stream for stream in streams if facts.beside(stream) & vocabulary}
+        kept = {stream for stream in streams if facts.neighbours(stream) & vocabulary}
         kept = kept or {one for one in streams if counts[one] > sum(counts.values()) * 2 / 3}
         kept = kept if len(kept) == 1 else set()
     for part, role in list(names.roles.items()):
-        beside = facts.beside(part)
+        near = facts.neighbours(part)
         if part in streams and part not in kept:
             names.take_role(part, "it is one of several residual streams, which nothing ties")
-        elif streams and role not in _COMMON and beside and not beside & kept:
+        elif streams and role not in _COMMON and near and not near & kept:
             names.take_role(part, "it is of a residual stream that is not decided")
 
 
@@ -161,18 +161,18 @@ def _word(path: Sequence[str], place: int) -> tuple[str, ...]:
 def _find_owners(
     facts: Facts, names: ClassNames, words: _Words
 ) -> Iterator[tuple[AxisClass, AxisClass]]:
-    """What belongs to one stream alone, with the stream.
+    """The classes that belong to one stream only, each with the stream.
 
-    It stands beside that stream alone; or, as what a decoder makes of an encoder's, only in weights
-    the paths of which have the word of the stream.
+    Their weights have no other stream; or, as with what a decoder makes of an encoder's stream, the
+    paths of all their weights have the word of one stream.
     """
     streams = frozenset(words.streams.values())
     for part, role in list(names.roles.items()):
         weights = facts.in_weights.get(part, ())
-        beside = {stream for each in weights for stream in streams.intersection(each.classes)}
-        if len(beside) > 1:
+        owners = {stream for each in weights for stream in streams.intersection(each.classes)}
+        if len(owners) > 1:
             paths = [pattern_parts(each.path) for each in weights]
             own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
-            beside = {words.streams[word] for word in own if own <= words.streams.keys()}
-        if role not in _COMMON and len(beside) == 1:
-            yield part, beside.pop()
+            owners = {words.streams[word] for word in own if own <= words.streams.keys()}
+        if role not in _COMMON and len(owners) == 1:
+            yield part, owners.pop()

@@ -201,7 +201,7 @@ def _group_by_factors(
                 yield [of_factor.setdefault(factors[0], element)], [element]
             else:
                 products.append((element, factors))
-    # Last, as a factor is best the dimension that it is alone.
+    # Last, as a factor that is a whole dimension is best tied to that.
     for element, factors in products:
         for factor in factors:
             if factor not in of_factor:

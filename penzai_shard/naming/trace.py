@@ -31,7 +31,7 @@ from penzai_shard.readers.reader import find_refusal
 AxisNames = Sequence[Any]
 
 OF_TOKENS: tuple[AxisNames | None, ...] = (("batch", "seq"),)
-"""The names of inputs for which nothing is said."""
+"""Default of ``input_names``: the first input holds tokens."""
 
 # How JAX calls what goes back over an operation for a gradient; its own transpose has no bracket.
 _BACKWARD = "transpose("

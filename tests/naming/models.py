@@ -1,6 +1,6 @@
 """Models whose weights have no names, each with the names that its author would write.
 
-Unlike axes are equally long wherever they can be: heads and projection, neurons and vocabulary,
+Different axes are equally long wherever they can be: heads and projection, neurons and vocabulary,
 layers and batch. Who takes equal lengths for equal axes is wrong in every one of them.
 """
 
@@ -84,7 +84,7 @@ def make(text, function, inputs="i B S", **sizes):
 
 
 def gradients(model):
-    """The gradient program of a model; its weights are named from that alone."""
+    """The gradient program of a model; its weights are named from only that."""
 
     def loss(weights, *inputs):
         return (jnp.abs(model.function(weights, *inputs)) ** 2).mean()
@@ -248,7 +248,7 @@ def gemma():
 
 
 def phi3():
-    """Queries, keys and values of unlike lengths in one weight, gates and values in another."""
+    """Queries, keys and values of different lengths in one weight, gates and values in another."""
 
     def block(w, x):
         q, k, v = jnp.split(norm(x) @ w.qkv.T, [H * P, (H + G) * P], -1)

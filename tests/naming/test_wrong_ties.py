@@ -150,8 +150,8 @@ CASES = {
     "queries, keys and values in one": ("a features c*h*d; b h*d out", joined_attention, SEQ),
     "groups of queries": ("a features g*q*d; b features g*d", grouped, SEQ),
     "joined and cut again": ("a features f; b features s; c f one; d s two", joined_and_cut),
-    "gates beside neurons": ("a features u*n; b n out", gated),
-    "halves of unlike use": ("a features both; b first one; c second two", halves),
+    "gates next to neurons": ("a features u*n; b n out", gated),
+    "halves with different uses": ("a features both; b first one; c second two", halves),
 }
 
 
