@@ -30,6 +30,7 @@ _SENT = {
 # A smaller part of a step is not worth a word.
 _SMALL = 0.005
 _MORE_SHOWN = 3
+_MORE = {True: "more", False: "less"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -225,7 +226,8 @@ class Choices(HasReport, Sequence[Choice]):
         rows = []
         for each in self:
             time, over = each.time, [each.time.by_mesh_axis.get(axis) for axis in axes]
-            pays = "; ".join(f"{seconds_text(n)} {what}" for what, n in each.pays) or None
+            more = (f"{seconds_text(abs(n))} {_MORE[n > 0]} {what}" for what, n in each.pays)
+            pays = "; ".join(more) or None
             figures = time.bound, time.compute, *over, time.update, each.memory_bytes
             rows.append((each.candidate.words, *figures, each.priced_by, pays))
         how = "the best so far (interrupted)" if self.interrupted else "the best"
@@ -247,8 +249,10 @@ class Choices(HasReport, Sequence[Choice]):
             more = second.memory_bytes - best.memory_bytes
             sent = _sent_text(second.cost.traffic)
             side = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'}"
-            yield f"The next table, {second.candidate.words}, holds {side}; it sends {sent}."
-        slower = f"At most {math.ceil(100 * self.gap)} % slower"
+            yield f"The next best rules, {second.candidate.words}, hold {side} and send {sent}."
+        slower = "How much slower than the best is not bounded"
+        if self.gap < math.inf:
+            slower = f"At most {math.ceil(100 * self.gap)} % slower"
         yield f"{slower}, by these costs, than any of {self.considered:,} layouts."
 
         larger = [each for each in self.priced if each.needs > self.memory_limit]
@@ -257,15 +261,17 @@ class Choices(HasReport, Sequence[Choice]):
         if quicker:
             near = min(quicker, key=lambda each: (each.needs, each.candidate.words))
             lacks = bytes_text(near.needs - self.memory_limit)
-            yield f"Memory binds: with {lacks} more on each device, this would fit: {near!r}."
-        elif time.send >= max(time.compute, time.update):
+            word = "may" if near.priced_by == "estimated" else "would"
+            yield f"Memory limits: with {lacks} more on each device, this {word} fit: {near!r}."
+        elif time.send > max(time.compute, time.update):
             axis = max(time.by_mesh_axis, key=lambda axis: time.by_mesh_axis[axis])
-            spent = {what: n for what, n in best.spending.items() if axis in what}
-            most = max(spent, key=lambda what: spent[what])
-            yield f"Sending over {axis!r} binds, mostly {most}."
+            spent = best.spending
+            over = [x for x in spent if axis in x.partition(" over ")[2].split(" and ")]
+            most = max(over, key=lambda what: spent[what])
+            yield f"Sending over {axis!r} limits the step, mostly {most}."
         else:
             what = "Computing" if time.compute >= time.update else "Updating the optimizer"
-            yield f"{what} binds: more memory, or less to send, would change nothing."
+            yield f"{what} limits the step: more memory, or less to send, would change nothing."
 
 
 def _sent_text(traffic: Mapping[tuple[str, ...], float]) -> str:

@@ -19,6 +19,7 @@ from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import Sent, StepCost, extrapolate
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
+from penzai_shard.choosing.spmd import refuse_meshes
 from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.attribution import Part
 from penzai_shard.inspection.collectives import wire_bytes
@@ -84,7 +85,8 @@ def _start(
     problem: Problem, candidate: Candidate, model: Any, threads: ThreadPoolExecutor
 ) -> tuple[LoweredStep, "Future[compiler.Compiled]"]:
     step, state, inputs = problem.build(candidate, model=model)
-    lowered = lower_step(step, (state,), inputs, "choose_layout", with_layers=False)
+    with refuse_meshes():
+        lowered = lower_step(step, (state,), inputs, "choose_layout", with_layers=False)
     count = candidate.mesh.size
     return lowered, threads.submit(
         compiler.compile_bytecode,
@@ -109,7 +111,7 @@ def _read_cost(candidate: Candidate, lowered: LoweredStep, program: compiler.Com
     memory["activations"] = max(held.total - sum(memory.values()), 0)
     sent: dict[Any, float] = collections.defaultdict(float)
     added = _find_added(compiled.program)
-    batch = {*mesh_axes_of("batch", [candidate.layout.compute])}
+    batch, sizes = {*mesh_axes_of("batch", [candidate.layout.compute])}, dict(candidate.mesh_sizes)
     for one in compiled.collectives.collectives:
         for part in one.parts:
             if one.name in added and not part.keeps_slice:
@@ -117,7 +119,8 @@ def _read_cost(candidate: Candidate, lowered: LoweredStep, program: compiler.Com
             # Compilers for CPUs write a reduce-scatter as an all-reduce and a slice.
             kind = "reduce-scatter" if part.keeps_slice else one.kind
             count = wire_bytes(kind, part.payload_bytes, one.group_size) * (one.times or 1)
-            axes = one.mesh_axes or ()
+            # Groups that are not those of mesh axes may use all links.
+            axes = tuple(sizes) if one.mesh_axes is None else one.mesh_axes
             over_batch = not batch.isdisjoint(axes)
             sent[*_read_kind(compiled.step, part, over_batch), axes] += count
     lines = tuple(Sent(*reason, bytes=n) for reason, n in sent.items() if n)  # type: ignore[misc]

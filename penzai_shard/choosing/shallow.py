@@ -27,6 +27,8 @@ from penzai_shard.programs import inner_programs, open_program
 from penzai_shard.training.step import build_eval_step_fn
 from penzai_shard.training.train_state import TrainState
 
+_LABEL = re.compile(r"'[^']*'|\"[^\"]*\"")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Of three blocks, one and two are no less work than all of them.
 _LEAST_BLOCKS = 4
 
@@ -170,9 +172,16 @@ def _find_repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
 def _kind_of(item: Any) -> Hashable:
     """Equal for items that are alike but for the values of arrays and the numbers in labels."""
     leaves, structure = jax.tree.flatten(item)
-    kinds = [(x.shape, x.dtype) if is_array(x) else fold_key(repr(x)) for x in leaves]
-    # Functions that are made anew for each block are not equal, but written alike.
-    return fold_key(str(structure)), *kinds
+    kinds = [(x.shape, x.dtype) if is_array(x) else _fold_labels(repr(x)) for x in leaves]
+    return _fold_labels(str(structure)), *kinds
+
+
+def _fold_labels(text: str) -> str:
+    """A text without numbers in quotes, which count blocks; other numbers are settings.
+
+    Functions that are made anew for each block are not equal, but written alike.
+    """
+    return _LABEL.sub(lambda found: fold_key(found[0]), _ADDRESS.sub("", text))
 
 
 def _cut_stack(stack: Any, kept: int) -> Any:

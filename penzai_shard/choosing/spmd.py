@@ -8,19 +8,21 @@ candidate its own rules are asked at each mark (lowering takes a second, this a 
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.problem import Problem
-from penzai_shard.errors import PlanError, ShardingWarning
+from penzai_shard.errors import PlanError, PropagationError, ShardingError, ShardingWarning
+from penzai_shard.errors import Problem as Mistake
 from penzai_shard.jax_internals.compiler import kept_arguments
 from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.layouts.layout import Layout
@@ -199,7 +201,8 @@ class MarkedSteps:
             warnings.simplefilter("ignore", ShardingWarning)
             step, state, inputs = self._problem.build(candidate, model=self._model)
             lowerable = step.lowerable(state, **inputs)
-        lowered = lowerable.trace().lower(lowering_platforms=("cpu",))
+        with refuse_meshes():
+            lowered = lowerable.trace().lower(lowering_platforms=("cpu",))
         return MarkedProgram(lowered), lowerable.leaves, sorted(kept_arguments(lowered))
 
     def _find_spec(self, tables: _Tables, mark: Mark, leaves: tuple[Leaf, ...]) -> Spec | None:
@@ -223,6 +226,19 @@ class MarkedSteps:
             sizes = dict(tables.mesh_sizes)
             return max(both, key=lambda spec: part_count(itertools.chain(*spec), sizes))
         return tables.find_spec(table, names, mark.shape)
+
+
+@contextlib.contextmanager
+def refuse_meshes() -> Iterator[None]:
+    """Says what to do if a step cannot be lowered, as its loss function has a mesh of its own."""
+    try:
+        yield
+    except ShardingError:
+        raise
+    except ValueError as error:
+        headline = "the step cannot be lowered for a mesh without devices:"
+        fix = "Leave meshes out of the loss function: what it pins, a layout says by names."
+        raise PropagationError(headline, [Mistake("loss_fn", f"{error}", fix)]) from error
 
 
 class DeviceProgram:

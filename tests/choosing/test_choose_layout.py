@@ -16,7 +16,14 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.choosing import choices as choosing
 from penzai_shard.choosing.cost import Sent, StepCost
-from penzai_shard.errors import NothingFitsError, PlanError, Problem, RuleTypeError
+from penzai_shard.errors import (
+    CompilationError,
+    NothingFitsError,
+    PlanError,
+    Problem,
+    PropagationError,
+    RuleTypeError,
+)
 from tests.layouts.transformers import build_llama
 
 GIB = 2**30
@@ -206,7 +213,7 @@ def test_choose_layout_leaves_out_what_the_step_cannot_be_laid_out_by(fakes):
 
 @pytest.mark.parametrize(
     ("memory", "flops", "note"),
-    [("2GiB", 1, "Memory binds: with"), ("16GiB", 1, "Sending over"), ("16GiB", 99, "Computing")],
+    [("2GiB", 1, "Memory limits: with"), ("16GiB", 1, "Sending over"), ("16GiB", 99, "Computing")],
 )
 def test_choices_say_what_would_change_the_answer(fakes, memory, flops, note):
     def priced(candidate):
@@ -229,14 +236,51 @@ def test_choose_layout_where_nothing_fits_gives_fixes_that_help(fakes):
     devices = fixes["devices"].split("devices=")[1].strip("'.")
     assert choose(memory="700MiB", devices=devices).best.memory_bytes <= 700 * 2**20
     # Of activations alone a smaller batch needs less.
-    fakes.exact = fakes.estimate = lambda candidate: StepCost(
-        1e12, (), {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0, "activations": 8 * GIB}
-    )
+    held, examples = {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0}, 64
+
+    def grow(candidate):
+        return StepCost(1e12, (), held | {"activations": 8 * GIB * examples / 64})
+
+    fakes.exact = fakes.estimate = grow
     with pytest.raises(NothingFitsError) as caught:
         choose(memory="3GiB")
     fixes = {problem.path: problem.fix for problem in caught.value.problems}
-    assert fixes["batch"] == "Write batch=16."
     assert "optimizer" not in fixes
+    examples = int(fixes["batch"].removeprefix("Write batch=").partition(",")[0])
+    smaller = {"x": pz.nx.ones({"batch": examples, "embedding": 64})}
+    assert choose(memory="3GiB", batch=smaller).best.memory_bytes <= 3 * GIB
+
+
+def test_choose_layout_goes_on_without_what_the_compiler_refuses(fakes):
+    def compile_most(candidate):
+        if "embedding" in candidate.words:
+            raise CompilationError("the compiler says: no")
+        return cost(candidate)
+
+    first = choose()
+    fakes.exact = compile_most
+    found = choose()
+    assert any("embedding" in each.candidate.words for each in first)
+    assert not any("embedding" in each.candidate.words for each in found)
+    assert any("the compiler says: no" in note for note in found.notes)
+
+    def refuse(candidate):
+        raise CompilationError("the compiler says: no")
+
+    fakes.exact = refuse
+    with pytest.raises(CompilationError) as caught:
+        choose()
+    assert "the compiler says: no" in caught.value.problems[0].what
+
+
+def test_what_nothing_bounds_has_no_certificate(fakes):
+    fakes.bound = lambda *_: 0.0
+    found = choose()
+    assert found.gap == math.inf
+    assert "not bounded" in str(found)
+    nothing = dict.fromkeys(("parameters", "optimizer", "inputs", "activations"), 0.0)
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(0.0, (), nothing)
+    assert "limits the step" in str(choose())
 
 
 def test_choose_layout_gives_the_best_so_far_after_an_interruption(fakes):
@@ -306,6 +350,25 @@ def test_choose_layout_without_a_sane_layout_says_why(fakes):
     with pytest.raises(PlanError) as caught:
         choose(batch=odd, devices=mesh, hardware="v5e")
     assert any("63" in problem.what for problem in caught.value.problems)
+
+
+def test_choose_layout_refuses_a_loss_with_a_mesh_of_its_own():
+    own = jax.sharding.NamedSharding(pzs.make_mesh({"data": 2}, jax.devices()[:2]), jax.P("data"))
+
+    def pinned(model, rng, state, x):
+        y = model(x).untag("batch", "embedding").unwrap()
+        return (jax.lax.with_sharding_constraint(y, own) ** 2).mean(), state, {}
+
+    with pytest.raises(PropagationError) as caught:
+        pzs.choose_layout(
+            pzs.abstract_model(build_layers),
+            pinned,
+            optax.adam(1e-3),
+            devices="v5e:4",
+            batch=X,
+            progress=False,
+        )
+    assert [problem.path for problem in caught.value.problems] == ["loss_fn"]
 
 
 # From end to end

@@ -1,5 +1,7 @@
 """A deep model cut to one and to two blocks: what is cut, what is left, what is not cut."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -114,6 +116,25 @@ def test_cut_model_takes_layers_that_repeat_together_for_one_block():
     _, found = cut_layers(build)
     assert found.blocks == 4
     assert labels(found.two) == [f"b{i}.weights" for i in (0, 1, 2, 3, 8)]
+
+
+def test_cut_model_leaves_blocks_with_other_settings():
+    @pz.pytree_dataclass
+    class Repeat(pz.nn.Layer):
+        body: pz.nn.Layer
+        times: int = dataclasses.field(metadata={"pytree_node": False})
+
+        def __call__(self, x, /, **side_inputs):
+            for _ in range(self.times):
+                x = self.body(x)
+            return x
+
+    def build(times):
+        blocks = [pz.nn.Sequential([linear(f"b{i}"), rename()]) for i in range(6)]
+        return [Repeat(block, n) for block, n in zip(blocks, times, strict=True)]
+
+    assert cut_layers(lambda: build([1, 1, 1, 50, 50, 50]))[1] is None
+    assert cut_layers(lambda: build([2] * 6))[1].blocks == 6
 
 
 def test_cut_model_leaves_blocks_some_of_which_share_a_parameter():
