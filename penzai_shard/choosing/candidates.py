@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh
 
 from penzai_shard.arrays.kinds import device_dtype, itemsize
 from penzai_shard.arrays.statistics import name_statistics
@@ -23,9 +22,8 @@ from penzai_shard.choosing.problem import Problem
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layouts.axis_roles import axes_of_role, find_roles
 from penzai_shard.layouts.layout import Layout
-from penzai_shard.layouts.presets import MIN_SIZE, TABLES
-from penzai_shard.meshes import make_mesh, mesh_text
-from penzai_shard.paths import nearest
+from penzai_shard.layouts.presets import MIN_SIZE, TABLES, add_unknown
+from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
 from penzai_shard.readers.penzai import make_named
 from penzai_shard.rules import AxisRules, Rule, data_parallel, decide, tensor_parallel
 from penzai_shard.specs import part_count
@@ -42,6 +40,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "vocabulary": ("vocab",),
     "experts": ("expert", "exp"),
 }
+# What tables of rules are called in words.
+_LABELS = "stored by", "computed by", "optimizer by", "between blocks by"
 # Of a model in which no role is known, so many axes of parameters are tried, the longest first.
 _MOST_UNKNOWN_AXES = 4
 
@@ -61,11 +61,9 @@ class Candidate:
     microbatches: int = 1
 
     @property
-    def mesh(self) -> AbstractMesh:
+    def mesh(self) -> AnyMesh:
         """The mesh, without devices."""
-        mesh = make_mesh(dict(self.mesh_sizes), abstract=True)
-        assert isinstance(mesh, AbstractMesh)
-        return mesh
+        return make_mesh(dict(self.mesh_sizes), abstract=True)
 
     @property
     def table(self) -> Hashable:
@@ -75,12 +73,10 @@ class Candidate:
     @property
     def words(self) -> str:
         """The layout for people; those of unequal candidates are unequal."""
-        layout = self.layout
-        labels = "stored by", "computed by", "optimizer by", "between blocks by"
-        parts: list[Any] = [
-            (table := getattr(layout, name)) is not None and f"{label} {_rules_text(table)}"
-            for name, label in zip(TABLES, labels, strict=True)
-        ]
+        layout, parts = self.layout, list[Any]()
+        for label, name in zip(_LABELS, TABLES, strict=True):
+            if (table := getattr(layout, name)) is not None:
+                parts.append(f"{label} {_rules_text(table)}")
         parts += [layout.rematerialise and f"keeps {layout.rematerialise}"]
         parts += [layout.reshard_after_forward and "gathers again"]
         parts += [self.microbatches > 1 and f"{self.microbatches} microbatches"]
@@ -150,9 +146,8 @@ class StateArray(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def stored_arrays(problem: Problem) -> dict[StateArray, int]:
     """The different arrays of parameters and optimizer, and how many there are of each."""
-    options = ("loss_fn_state", "trainable", "plain_arrays")
-    given = {name: x for name, x in problem.step_options.items() if name in options}
-    state = TrainState.initial_state(problem.model, problem.optimizer, jax.random.key(0), **given)
+    given = problem.model, problem.optimizer, jax.random.key(0)
+    state = TrainState.initial_state(*given, plain_arrays=problem.step_options["plain_arrays"])
     parts = {"params": "parameters", "opt_state": "optimizer"}
     found: collections.Counter[StateArray] = collections.Counter()
     for leaf in name_statistics(leaves_of(state)):
@@ -179,14 +174,12 @@ def stored_bytes(
         candidate: The layout.
         parts: Which of both.
     """
-    tables, mesh_sizes = read_tables(problem, candidate), candidate.mesh_sizes
-    return sum(
-        count
-        * array.bytes
-        / part_count(array.find_axes(tables[array.part], mesh_sizes), dict(mesh_sizes))
-        for array, count in stored_arrays(problem).items()
-        if array.part in parts
-    )
+    tables, mesh_sizes, total = read_tables(problem, candidate), candidate.mesh_sizes, 0.0
+    for array, count in stored_arrays(problem).items():
+        if array.part in parts:
+            axes = array.find_axes(tables[array.part], mesh_sizes)
+            total += count * array.bytes / part_count(axes, dict(mesh_sizes))
+    return total
 
 
 def read_tables(problem: Problem, candidate: Candidate) -> dict[str, AxisRules]:
@@ -252,10 +245,9 @@ def make_candidates(
             does not have.
     """
     shapes = [dict(sizes) for sizes in meshes]
-    maker = _Maker(problem, dict(keep or {}), shapes, rematerialise)
-    for sizes in shapes:
-        for use in maker.mesh_uses(sizes):
-            maker.add(use, microbatches)
+    maker = _Maker(problem, keep or {}, shapes, rematerialise)
+    for use in maker.mesh_uses():
+        maker.add(use, microbatches)
     return Candidates(maker.found.values(), maker.left_out)
 
 
@@ -274,14 +266,8 @@ class _Use(NamedTuple):
 class _Maker:
     """The candidates of a problem that were found so far."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        keep: Mapping[Any, Any],
-        meshes: list[dict[str, int]],
-        policies: Sequence[str | None],
-    ) -> None:
-        self.problem, self.meshes = problem, meshes
+    def __init__(self, problem: Problem, keep: Any, meshes: list[Any], policies: Any) -> None:
+        self.problem = problem
         self.found: dict[Any, Candidate] = {}
         self.left_out: collections.Counter[str] = collections.Counter()
         self.shapes = [(leaf.names or (), leaf.shape) for leaf in leaves_of(_small_model(problem))]
@@ -292,115 +278,108 @@ class _Maker:
         self.axes = [*dict.fromkeys(name for _, _, name in reversed(pairs) if name is not None)]
         self.names = dict(problem.names)
         for role, others in _OTHER_NAMES.items():
-            other = next((name for name in others if name in self.axes), None)
-            if role not in self.names and other is not None and not self._has(role):
-                self.names[role] = other
+            present = [name for name in others if name in self.axes]
+            if present and role not in self.names and not self._has(role):
+                self.names[role] = present[0]
         roles: list[Any] = [role for role in _SPLIT_ROLES if self._has(role)]
         self.split = roles or self.axes[:_MOST_UNKNOWN_AXES]
 
         problems = Problems("no candidates:")
-        self.has_blocks = self._has_blocks()
+        self.has_blocks = problem.blocks != ()
         self.policies = [x for x in policies if self.has_blocks or x is None]
         if not self.policies:
             what = f"{[*policies]} need blocks, and no layout knows those of the model"
             problems.add("rematerialise", what, "Leave it out, or name layers with blocks=.")
-        self.kept = self._read_keep(keep, problems)
+        self.kept = self._read_keep(keep, meshes, problems)
+        # The mesh axes that are kept for the model.
+        self.taken = {x for role in ("seq", *self.split) for x in self.kept.get(role, ())}
+        for axis in self.taken.intersection(self.kept.get("batch", ())):
+            what = f"mesh axis {axis!r} is kept for what layers split, too"
+            problems.add("keep['batch']", what, "Give them different mesh axes.")
         problems.raise_if_any(RuleTypeError)
+        self.meshes = []
+        for sizes in meshes:
+            if missing := {axis for over in self.kept.values() for axis in over} - {*sizes}:
+                self.left_out[f"a mesh without mesh axis {min(missing)!r}, which is kept"] += 1
+            else:
+                self.meshes.append(sizes)
 
     def _has(self, role: str) -> bool:
         # What infer_names calls "heads*projection" is split along its first factor.
         firsts = {str(name).partition("*")[0] for name in self.axes}
         return not {*axes_of_role(role, self.names)}.isdisjoint({*self.axes, *firsts})
 
-    def _has_blocks(self) -> bool:
-        """Whether layouts know layers of the model, whose activations and gathering they edit."""
-        mesh = make_mesh({"data": 1}, abstract=True)
-        blocks, names = self.problem.blocks, self.names
-        layout = Layout.data_parallel(rematerialise="dots", blocks=blocks, names=names)
-        try:
-            layout.recipe(self.problem.model, mesh)
-        except RuleTypeError:
-            return False
-        return True
-
-    def _read_keep(self, keep: Mapping[Any, Any], problems: Problems) -> dict[Any, tuple[str, ...]]:
+    def _read_keep(self, keep: Any, meshes: list[Any], problems: Problems) -> dict[Any, Any]:
         """The mesh axes of each role, or other axis, that is decided."""
-        roles = ["batch", "seq", *self.split, "embedding"]
-        by_name = {name: role for role in roles for name in (*axes_of_role(role, self.names), role)}
-        by_name = {name: name for name in self.axes} | by_name
-        mesh_axes = sorted({axis for sizes in self.meshes for axis in sizes})
+        by_name = {name: name for name in self.axes}
+        for role in ("batch", "seq", *self.split, "embedding"):
+            by_name |= dict.fromkeys((*axes_of_role(role, self.names), role), role)
+        # Where they are several they are in the order of the mesh.
+        mesh_axes = [*dict.fromkeys(itertools.chain(*sorted(meshes, key=len, reverse=True)))]
         kept: dict[Any, tuple[str, ...]] = {}
         for name, given in keep.items():
-            over = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-            wrong: list[Any] = [(name, by_name, "logical")] if name not in by_name else []
-            wrong += [(axis, mesh_axes, "mesh") for axis in over if axis not in mesh_axes]
-            for axis, known, kind in wrong:
-                near = nearest(axis, known)
-                fix = f"Write {near!r}." if near else f"There are {', '.join(map(str, known))}."
-                problems.add(f"keep[{name!r}]", f"there is no {kind} axis {axis!r}", fix)
-            kept[by_name.get(name)] = over
+            over, path = [given] if isinstance(given, str) else given or (), f"keep[{name!r}]"
+            add_unknown(problems, path, {name} - by_name.keys(), [*map(str, by_name)])
+            add_unknown(problems, path, over, mesh_axes)
+            if (role := by_name.get(name, name)) in kept:
+                problems.add(path, f"another name of {role!r} is kept, too", "Leave one out.")
+            kept[role] = tuple(axis for axis in mesh_axes if axis in over)
         return kept
 
-    def mesh_uses(self, sizes: dict[str, int]) -> Iterator[_Use]:
-        """The ways to use a mesh."""
-        used = [axis for axis, size in sizes.items() if size > 1]
-        if missing := {axis for over in self.kept.values() for axis in over} - {*sizes}:
-            self.left_out[f"a mesh without mesh axis {min(missing)!r}, which is kept"] += 1
-            return
-        split = {axis for role in ("seq", *self.split) for axis in self.kept.get(role, ())}
-        own = [axis for axis in used if axis in ("replica", "data") and axis not in split]
-        free = [axis for axis in used if axis not in ("replica", "data", "model", *split)]
-        if "batch" in self.kept:
-            own, free = [axis for axis in self.kept["batch"] if axis in used], []
-        for count in range(len(free), -1, -1):
-            for chosen in itertools.combinations(free, count):
-                batch = (*own, *chosen)
-                yield _Use(sizes, batch, tuple(axis for axis in used if axis not in batch))
+    def mesh_uses(self) -> Iterator[_Use]:
+        """The ways to use the meshes."""
+        for sizes in self.meshes:
+            used = [axis for axis, size in sizes.items() if size > 1]
+            own = [axis for axis in used if axis in {"replica", "data"} - self.taken]
+            free = [axis for axis in used if axis not in {"replica", "data", "model", *self.taken}]
+            if "batch" in self.kept:
+                own, free = [axis for axis in used if axis in self.kept["batch"]], []
+            for count in range(len(free), -1, -1):
+                for chosen in itertools.combinations(free, count):
+                    batch = (*own, *chosen)
+                    yield _Use(sizes, batch, tuple(axis for axis in used if axis not in batch))
 
     def add(self, use: _Use, microbatches: Sequence[int]) -> None:
         """Adds the candidates of one way to use a mesh."""
-        parts, examples = (
-            part_count(use.batch, use.sizes),
-            self.problem.sizes[self.problem.batch_axis],
-        )
+        parts = part_count(use.batch, use.sizes)
+        examples = self.problem.sizes[self.problem.batch_axis]
         counts = [n for n in microbatches if examples % (parts * n) == 0]
         if not counts:
             what = f"the batch ({examples:,}) does not divide over {parts:,} devices"
             self.left_out[f"{what} in {min(microbatches)} microbatches"] += 1
             return
-        blocks = self.problem.blocks if self.has_blocks else ()
-        options: dict[str, Any] = {"names": self.names, "blocks": blocks}
         mesh_sizes = tuple(use.sizes.items())
-        for is_split, parameters, compute, optimizer in self._make_tables(use):
-            options |= {"parameters": parameters, "compute": compute, "optimizer": optimizer}
-            specs = self._find_specs(Candidate(mesh_sizes, Layout(**options)))
-            if specs is None or (optimizer and specs["parameters"] == specs["optimizer"]):
+        for is_split, plain in self._make_tables(use):
+            specs = self._find_specs(Candidate(mesh_sizes, plain))
+            if specs is None or (plain.optimizer and specs["parameters"] == specs["optimizer"]):
                 continue
+            ways: list[dict[str, Any]] = [{"rematerialise": policy} for policy in self.policies]
             gathers = specs["parameters"] != specs["compute"]
-            ways = [(policy, False) for policy in self.policies]
-            ways += [(None, True)] if gathers and self.has_blocks and None in self.policies else []
-            betweens = self._make_betweens(use, is_split)
-            for between, (policy, again), n in itertools.product(betweens, ways, counts):
-                layout = Layout(
-                    between_blocks=between,
-                    rematerialise=policy,
-                    reshard_after_forward=again,
-                    **options,
-                )
-                key = mesh_sizes, use.batch, *specs.values(), between, policy, again, n
+            if gathers and self.has_blocks and None in self.policies:
+                ways.append({"reshard_after_forward": True})
+            betweens = [*self._make_betweens(use, is_split)]
+            if not betweens:
+                self.left_out[f"the sequence is not split over {self.kept['seq']}, as is kept"] += 1
+            for between, way, n in itertools.product(betweens, ways, counts):
+                layout = dataclasses.replace(plain, between_blocks=between, **way)
+                key = mesh_sizes, use.batch, *specs.values(), between, *way.items(), n
                 self.found.setdefault(key, Candidate(mesh_sizes, layout, n))
 
-    def _make_tables(self, use: _Use) -> Iterator[tuple[bool, AxisRules, AxisRules, Any]]:
+    def _make_tables(self, use: _Use) -> Iterator[tuple[bool, Layout]]:
         """Whether layers are split, with the tables of parameters, computation and optimizer."""
         # What uses all mesh axes of the batch alike is left to the mesh that has them as one.
         merged = {axis: size for axis, size in use.sizes.items() if axis != "replica"}
         merged["data"] = use.sizes.get("replica", 0) * use.sizes.get("data", 1)
-        is_merged = "replica" in use.batch and merged in self.meshes
+        is_merged = {"replica", "data"} <= {*use.batch} and merged in self.meshes
         free = [(), *((axis,) for axis in use.model)]
-        choices = [[self.kept[r]] if r in self.kept else free for r in self.split]
-        for picked in itertools.product(*choices):
-            if not {*use.model} <= {axis for over in picked for axis in over}:
-                continue
+        choices = [[self.kept[role]] if role in self.kept else free for role in self.split]
+        sane = [x for x in itertools.product(*choices) if {*use.model} <= {*itertools.chain(*x)}]
+        if not sane:
+            self.left_out[f"mesh axis {' or '.join(map(repr, use.model))} has no use"] += 1
+        options: dict[str, Any] = {"names": self.names, "blocks": self.problem.blocks}
+        known, of_all = {"batch", "seq", *self.split}, _split_largest(use.batch)
+        kept = AxisRules({axis: over for axis, over in self.kept.items() if axis not in known})
+        for picked in sane:
             split = {role: over for role, over in zip(self.split, picked, strict=True) if over}
             # As presets have it, layers give way to experts and vocabulary.
             used = AxisRules({role: over for role, over in split.items() if role in _FIRST})
@@ -411,24 +390,18 @@ class _Maker:
                 stored += [AxisRules({"embedding": over})] if self._has("embedding") else []
                 stored += [_split_largest(over)]
             for own in stored:
-                yield bool(split), used | own, use.of_batch | used, None
-                if use.batch and own != _split_largest(use.batch):
-                    optimizer = used | _split_largest(use.batch)
-                    yield bool(split), used | own, use.of_batch | used, optimizer
+                options |= {"parameters": used | kept | own, "compute": use.of_batch | used}
+                yield bool(split), Layout(**options)
+                if use.batch and own != of_all:
+                    yield bool(split), Layout(**options, optimizer=used | of_all)
 
     def _find_specs(self, candidate: Candidate) -> dict[str, Any] | None:
-        """How tables lay out the different parameters; None if they do not, or not as is kept."""
+        """How tables lay out the different parameters; None if they do not."""
         specs, problems = {}, []
         for table, rules in read_tables(self.problem, candidate).items():
             own = [decide(rules.rules, *x, candidate.mesh_sizes) for x in self.shapes]
             problems += [problem.what for each in own for problem in each.problems]
             specs[table] = tuple(each.mesh_axes for each in own)
-        rows = [*zip(self.shapes, specs["parameters"], strict=True)]
-        dims = [dim for (names, _), spec in rows for dim in zip(names, spec, strict=True)]
-        for role, over in self.kept.items():
-            axes = () if role in ("batch", "seq", *self.split) else axes_of_role(role, self.names)
-            if any(name in axes and found != over for name, found in dims):
-                problems.append(f"{role!r} is not split over {over}, as is kept")
         self.left_out.update(problems[:1])
         return None if problems else specs
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,10 +22,11 @@ from penzai_shard.choosing.choice import Choice, Choices
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
-from penzai_shard.choosing.problem import Problem, read_problem
+from penzai_shard.choosing.problem import Problem, read_options, read_problem
 from penzai_shard.choosing.search import CERTAIN, Price, search
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.errors import (
+    CompilationError,
     MeshError,
     NothingFitsError,
     PlanError,
@@ -112,6 +113,7 @@ def choose_layout(
         PlanError: There is no sane layout.
         RuleTypeError, MeshError: Arguments cannot be read; all that is wrong is in it.
         PropagationError: The layouts of the step cannot be propagated.
+        CompilationError: The compiler refuses all of them.
         KeyboardInterrupt: Ctrl-C, before anything that fits was found.
 
     >>> import jax, optax
@@ -132,11 +134,13 @@ def choose_layout(
     {'model': 4}
     """
     given = model, loss_fn, optimizer, batch, seq, plain_arrays, names, blocks
-    readers = lambda: read_problem(*given), lambda: read_devices(devices, hardware, memory)
-    problem, on = _read_all(readers)
+    problem, on, options = _read_all(
+        lambda: read_problem(*given),
+        lambda: read_devices(devices, hardware, memory),
+        lambda: read_options(compiled, microbatches, rematerialise, keep),
+    )
     meshes = mesh_shapes(on.hardware) if on.mesh_sizes is None else [on.mesh_sizes]
-    options: dict[str, Any] = {"rematerialise": rematerialise, "microbatches": microbatches}
-    candidates = make_candidates(problem, meshes, keep=keep, **options)
+    candidates = make_candidates(problem, meshes, **options)
     question = f"{problem.words} on {on.words}"
     pricing = Pricing(problem, on, candidates)
     interrupted = False
@@ -148,10 +152,12 @@ def choose_layout(
             raise
     reasons = sorted((candidates.left_out + pricing.left_out).items())
     left_out = [f"{n:,} tables left out: {why}" for why, n in reasons]
+    mistakes = [Mistake("", why) for why in left_out]
     if not pricing.tables:
-        mistakes = [Mistake("", why) for why in left_out]
         raise PlanError(f"there is no sane layout for {question}:", mistakes)
     ranked = pricing.rank()
+    if not pricing.exact:
+        raise CompilationError(f"no layout for {question} can be compiled:", mistakes)
     if not ranked:
         fits = f"none of {len(candidates):,} layouts for {question} fits"
         headline = f"{fits} into {bytes_text(on.memory)} on each device:"
@@ -168,7 +174,7 @@ def choose_layout(
     )
 
 
-def _read_all(readers: Iterable[Callable[[], Any]]) -> list[Any]:
+def _read_all(*readers: Callable[[], Any]) -> list[Any]:
     """What each gives, or one error with what is wrong in all of them."""
     found, errors = [], list[ShardingError]()
     for read in readers:
@@ -359,10 +365,23 @@ class Pricing:
         how = "compiled"
         if self.cut is not None and not whole:
             how = f"compiled (1 and 2 of {self.cut.blocks} blocks)"
-        costs = compile_candidates(self.problem, some, whole=whole)
-        for number, cost in zip(new, costs, strict=True):
-            self._add(self.exact, number, cost, how)
-        return [self.exact[numbers[i]].price for i in lot]
+        for number, cost in zip(new, self._compile(some, whole), strict=True):
+            if cost is not None:
+                self._add(self.exact, number, cost, how)
+        # What the compiler refuses does not fit.
+        refused = Price(math.inf, math.inf, math.inf)
+        found = (self.exact.get(numbers[i]) for i in lot)
+        return [refused if each is None else each.price for each in found]
+
+    def _compile(self, some: Sequence[Candidate], whole: bool) -> list[StepCost | None]:
+        """What candidates cost, None of those that the compiler refuses."""
+        try:
+            return [*compile_candidates(self.problem, some, whole=whole)]
+        except CompilationError as error:
+            if len(some) > 1:
+                return [cost for one in some for cost in self._compile([one], whole)]
+            self.left_out[str(error).partition("\n")[0]] += 1
+            return [None]
 
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
@@ -377,7 +396,8 @@ class Pricing:
     def find_gap(self, best: Choice) -> float:
         """By which part it is slower, at most, than what was not compiled."""
         left = [self.bounds[own[0]] for own in self.tables if not self.exact.keys() >= {*own}]
-        return max(best.seconds / min(left, default=best.seconds) - 1, 0.0)
+        least = min(left, default=best.seconds)
+        return max(best.seconds / least - 1, 0.0) if least else math.inf
 
     def find_help(self) -> Iterator[Mistake]:
         """What would help where nothing fits: devices, a smaller batch, another optimizer."""
@@ -388,7 +408,7 @@ class Pricing:
         )
         kind, count = hardware.name.partition(":")[0], hardware.device_count
         count *= 2 ** math.ceil(math.log2(need / limit))
-        fix = ""
+        fix = "Take more of them."
         with contextlib.suppress(MeshError):
             fix = f"Write devices={Hardware.read(f'{kind}:{count}').name!r}."
         yield Mistake("devices", what, fix)
@@ -398,7 +418,8 @@ class Pricing:
             smaller = batch // 2 ** math.ceil(math.log2(grows / (limit - need + grows)))
             if smaller:
                 what = f"{bytes_text(grows)} of it are for the batch"
-                yield Mistake("batch", what, f"Write batch={smaller}.")
+                fix = f"Write batch={smaller}, or inputs with {self.problem.batch_axis!r} so long."
+                yield Mistake("batch", what, fix)
         if need - near.memory["optimizer"] < limit:
             what = f"{bytes_text(near.memory['optimizer'])} of it are kept by the optimizer"
             yield Mistake("optimizer", what, "Write optimizer=optax.adafactor(1e-3).")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
-from penzai_shard.errors import MeshError, Problems, RuleTypeError
+from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError
 from penzai_shard.inspection import topologies
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import nearest
@@ -24,7 +24,8 @@ _GPUS_OF_A_HOST = 8
 _BETWEEN_HOSTS = {"a100": 25e9, "a100-80gb": 25e9, "h100": 50e9, "h200": 50e9, "b200": 50e9}
 # Of all simulated devices together, measured on one core of a server's processor and rounded:
 # operations, and bytes of memory and of links, per second. Only their ratios matter.
-_SIMULATED = 120e9, 7e9, 10e9
+_SIMULATED = topologies.Figures("cpu", "", 120e9, 0, 7e9, 10e9)
+_FIGURES = {each.kind: each for each in (*topologies.FIGURES, _SIMULATED)}
 _NUMBERS = re.compile(r"\d+(x\d+)*")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B")
 
@@ -66,38 +67,34 @@ class Hardware:
         >>> Hardware.read("h100:16").bandwidths({"data": 2, "model": 8})
         {'data': 50000000000.0, 'model': 450000000000.0}
         """
-        problems = Problems(f"there is no hardware {name!r}:")
+        headline = f"there is no hardware {name!r}:"
         kind, _, numbers = str(name).partition(":")
-        kinds = [*(figures.kind for figures in topologies.FIGURES), "cpu"]
-        if kind not in kinds or not _NUMBERS.fullmatch(numbers):
-            near = nearest(kind, kinds)
-            fix = f"Write '{near}:{numbers if _NUMBERS.fullmatch(numbers) else 8}'."
-            what = f"a name is a kind of device ({', '.join(kinds)}) and a number of them"
-            problems.add("", what, fix if near else _EXAMPLES)
-            problems.raise_if_any(MeshError)
+        is_number = _NUMBERS.fullmatch(numbers) is not None
+        if kind not in _FIGURES or not is_number:
+            near = nearest(kind, _FIGURES)
+            fix = f"Write '{near}:{numbers if is_number else 8}'." if near else _EXAMPLES
+            what = f"a name is a kind of device ({', '.join(_FIGURES)}) and a number of them"
+            raise MeshError(headline, [Problem("", what, fix)])
         shape = tuple(map(int, numbers.split("x")))
-        if kind in _BETWEEN_HOSTS and len(shape) == 1:
+        is_gpu = kind in _BETWEEN_HOSTS
+        if is_gpu and len(shape) == 1:
             hosts = max(shape[0] // _GPUS_OF_A_HOST, 1)
             if shape[0] > hosts * _GPUS_OF_A_HOST:
+                what = f"they are no whole hosts of {_GPUS_OF_A_HOST}"
                 fix = f"Write '{kind}:{(hosts + 1) * _GPUS_OF_A_HOST}', or '{kind}:{shape[0]}x1'."
-                problems.add("", f"they are no whole hosts of {_GPUS_OF_A_HOST}", fix)
+                raise MeshError(headline, [Problem("", what, fix)])
             shape = hosts, shape[0] // hosts
         elif kind in topologies.SLICES and len(shape) == 1:
             slices = topologies.SLICES[kind].all_shapes()
             shape = next((each for each in slices if math.prod(each) == shape[0]), shape)
-        problems.raise_if_any(MeshError)
 
         size = "x".join(map(str, shape))
         # Which GPUs they are is known here; a description of them is for compilers.
-        is_gpu = kind in _BETWEEN_HOSTS
         topology = topologies.Topology(f"{'gpu' if is_gpu else kind}:{size}", "any" * is_gpu)
-        if kind == "cpu":
-            flops, bandwidth, link = (each / topology.device_count for each in _SIMULATED)
-            return cls(name, topology, flops, None, bandwidth, link)
-        figures = next(each for each in topologies.FIGURES if each.kind == kind)
-        _, _, flops, memory, bandwidth, link = figures
-        between = _BETWEEN_HOSTS.get(kind, 0.0)
-        return cls(f"{kind}:{size}", topology, flops, int(memory), bandwidth, link, between)
+        _, _, flops, memory, bandwidth, link = _FIGURES[kind]
+        share = topology.device_count if kind == "cpu" else 1
+        figures = flops / share, int(memory) or None, bandwidth / share, link / share
+        return cls(f"{kind}:{size}", topology, *figures, _BETWEEN_HOSTS.get(kind, 0.0))
 
     @property
     def device_count(self) -> int:
@@ -228,11 +225,13 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
         problems.add("devices", f"how fast these {count:,} devices are is not known", fix)
     elif not is_number and hardware is not None:
         problems.add("hardware", f"{devices!r} says what they are already", "Leave it out.")
+    elif not isinstance(hardware, str | Hardware | None):
+        problems.add("hardware", f"{hardware!r} is no name", "Write hardware='v5e'.")
     limit = memory
     if isinstance(memory, str) and (found := _BYTES.fullmatch(memory)):
         power = " KMGT".index(found[2] or " ")
         limit = float(found[1]) * (1024 if found[3] else 1000) ** power
-    if memory is not None and not (isinstance(limit, int | float) and limit >= 1024):
+    if memory is not None and not (isinstance(limit, int | float) and 1024 <= limit < math.inf):
         fix = "Write a number of bytes, or for instance memory='14GiB'."
         problems.add("memory", f"{memory!r} is no size of a device's memory", fix)
     problems.raise_if_any(RuleTypeError)

@@ -16,25 +16,19 @@ from penzai import pz
 
 from penzai_shard.arrays.kinds import device_dtype, is_array
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
-from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 from penzai_shard.layouts.axis_roles import axes_of_role
+from penzai_shard.layouts.layout import Layout
+from penzai_shard.meshes import make_mesh
 from penzai_shard.planning.arguments import check_tree
 from penzai_shard.planning.name_axes import without_names
 from penzai_shard.readers.penzai import make_named
 from penzai_shard.training.model_parts import split_model
 from penzai_shard.training.train_state import TrainState
 
+_HEADLINE = "choose_layout cannot read what it was given:"
 _RESERVED = ("model", "rng", "state")
-_INFER = """Write:
-
-    import jax, penzai_shard
-    names = penzai_shard.infer_names(
-        lambda model, {0}: loss_fn(model=model, rng=jax.random.key(0), state=None, {1})[0],
-        model, {2}, input_names={3},
-    )
-    model = penzai_shard.name_axes(model, names)
-    # A dictionary, also one of linen, then needs choose_layout(..., plain_arrays=True).
-"""
+_REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +43,7 @@ class Problem:
             arrays of structs.
         batch_axis: The logical axis of the examples in the inputs.
         step_options: What ``Layout.build`` gets for this step.
-        blocks: The layers that a layout edits, as ``Layout.blocks``.
+        blocks: The layers that a layout edits, as ``Layout.blocks``; () if it knows none.
         names: What the model and its inputs call the axes, as ``Layout.names``.
     """
 
@@ -142,14 +136,14 @@ def read_problem(
     'batch 8'
     """
     check_tree("choose_layout", model)
-    problems = Problems("choose_layout cannot read what it was given:")
+    problems = Problems(_HEADLINE)
     leaves, form = flatten(model)
     if isinstance(model, TrainState) or not leaves:
         what = f"a {type(model).__name__} is no model with arrays"
         problems.add("model", what, "Write abstract_model(build, ...), or state.model.")
     try:
         inspect.signature(loss_fn).bind_partial(**dict.fromkeys(_RESERVED))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         what = f"it is called with {', '.join(_RESERVED)}: {error}"
         problems.add("loss_fn", what, "Write def loss_fn(model, rng, state, tokens).")
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
@@ -157,7 +151,10 @@ def read_problem(
         problems.add("optimizer", what, "Write optimizer=optax.adamw(1e-3).")
     problems.raise_if_any(RuleTypeError)
 
-    names, model = dict(names or {}), form.fill([_make_struct(leaf) for leaf in leaves])
+    model = form.fill([_make_struct(leaf) for leaf in leaves])
+    blocks = _read_blocks(model, blocks, names or {}, problems)
+    problems.raise_if_any(RuleTypeError)
+    names = dict(names or {})
     batch_axes, seq_axes = (axes_of_role(role, names) or (role,) for role in ("batch", "seq"))
     read = _read_inputs(loss_fn, batch, seq, (batch_axes[0], seq_axes[0]), problems)
     problems.raise_if_any(RuleTypeError)
@@ -180,6 +177,20 @@ def read_problem(
     return Problem(model, loss_fn, optimizer, inputs, batch_axis, options, blocks, names)
 
 
+def _read_blocks(model: Any, blocks: Any, names: Any, problems: Problems) -> Any:
+    """The layers that a layout edits; () if it knows none."""
+    try:
+        # Without blocks nothing can be computed again.
+        policy = None if blocks else "dots"
+        layout = Layout.data_parallel(rematerialise=policy, blocks=blocks, names=names)
+        layout.recipe(model, make_mesh({"data": 1}, abstract=True)).apply(model)
+    except ShardingError as error:
+        if [problem.path for problem in error.problems] == ["rematerialise"]:
+            return ()
+        problems.extend(error.problems)
+    return blocks
+
+
 def _make_struct(leaf: Leaf, batch_axis: Any = None) -> Any:
     """A leaf as a struct; the first dimension of a plain input is the batch."""
     if not is_array(leaf.value):
@@ -200,17 +211,17 @@ def _has_names_in_loss(model: Any, optimizer: Any, plain_arrays: bool) -> bool:
 
 
 def _read_inputs(
-    loss_fn: Callable[..., Any], batch: Any, seq: Any, token_axes: Sequence[Any], problems: Problems
+    loss_fn: Any, batch: Any, seq: Any, token_axes: Any, problems: Problems
 ) -> dict[str, Any]:
     """The inputs of the loss function by name; tokens of a number have names."""
     signature = inspect.signature(loss_fn)
     others = [x for name, x in signature.parameters.items() if name not in _RESERVED]
-    needed = [x.name for x in others if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    needed = [x.name for x in others if x.default is x.empty and x.kind not in _REST]
     example = ", ".join(f"{name!r}: jax.ShapeDtypeStruct((256, 2048), 'int32')" for name in needed)
     fix = f"Write batch=256, seq=2048, or batch={{{example}}}."
     if not isinstance(batch, Mapping):
         for path, count in (("batch", batch), ("seq", seq)):
-            if not isinstance(count, int | np.integer) or count < 1:
+            if not _are_counts([count]):
                 problems.add(path, f"{reprlib.repr(count)} is no positive number", fix)
         if len(problems):
             return {}
@@ -229,9 +240,7 @@ def _read_inputs(
     return dict(batch)
 
 
-def _check_names(
-    leaves: Sequence[Leaf], inputs: Mapping[str, Any], is_plain: bool, problems: Problems
-) -> None:
+def _check_names(leaves: Any, inputs: Any, is_plain: bool, problems: Problems) -> None:
     """Refuses arrays without names, with lines to paste that give them some."""
     unnamed = [x for x in leaves if x.names is None and x.shape and is_array(x.value)]
     # What infer_names did not decide, for instance. None is for a dimension that stays whole.
@@ -239,9 +248,55 @@ def _check_names(
     fix = f"Write model = penzai_shard.name_axes(model, {patterns})."
     arrays = leaves_of(inputs)
     if is_plain and not any(leaf.names for leaf in leaves) and len(arrays) == len(inputs):
-        structs = [f"jax.ShapeDtypeStruct({x.shape}, {str(x.dtype)!r})" for x in arrays]
-        keywords = ", ".join(f"{name}={name}" for name in inputs)
-        axes = [x.names for x in arrays]
-        fix = _INFER.format(", ".join(inputs), keywords, ", ".join(structs), axes)
+        names, given = ", ".join(inputs), ", ".join(f"{name}={name}" for name in inputs)
+        structs = ", ".join(f"jax.ShapeDtypeStruct({x.shape}, '{x.dtype}')" for x in arrays)
+        fix = f"""Write:
+    names = penzai_shard.infer_names(
+        lambda model, {names}: loss_fn(model=model, rng=jax.random.key(0), state=None, {given})[0],
+        model, {structs}, input_names={[x.names for x in arrays]},
+    )
+    model = penzai_shard.name_axes(model, names)
+    # A dictionary, also one of linen, then needs choose_layout(..., plain_arrays=True).
+"""
     for leaf in unnamed:
         problems.add(leaf.path, "it has no logical axes", fix, "unnamed")
+
+
+# What is tried
+
+
+def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any) -> dict[str, Any]:
+    """Reads the arguments of ``choose_layout`` that say what is tried.
+
+    Args:
+        compiled: About how many layouts are compiled.
+        microbatches: The numbers of microbatches to try.
+        rematerialise: The policies to try.
+        keep: What is decided: logical axis to mesh axis, to several, or to None.
+
+    Returns:
+        The options of ``make_candidates``.
+
+    Raises:
+        RuleTypeError: They cannot be read; all that is wrong is in it.
+    """
+    kept = keep.values() if isinstance(keep, Mapping) else [0] if keep else []
+    is_kept = all(isinstance(over, str | list | tuple | None) for over in kept)
+    are_policies = isinstance(rematerialise, list | tuple) and len(rematerialise) > 0
+    problems = Problems(_HEADLINE)
+    for path, given, is_right, example in (
+        ("compiled", compiled, _are_counts([compiled]), 12),
+        ("microbatches", microbatches, _are_counts(microbatches), (1, 2)),
+        ("rematerialise", rematerialise, are_policies, (None, "dots")),
+        ("keep", keep, is_kept, {"neurons": "model", "seq": None}),
+    ):
+        if not is_right:
+            fix = f"Write for instance {path}={example!r}."
+            problems.add(path, f"it is {reprlib.repr(given)}", fix)
+    problems.raise_if_any(RuleTypeError)
+    return {"microbatches": microbatches, "rematerialise": rematerialise, "keep": keep}
+
+
+def _are_counts(given: Any) -> bool:
+    are_numbers = isinstance(given, Sequence) and len(given) > 0
+    return are_numbers and all(isinstance(n, int | np.integer) and n > 0 for n in given)

@@ -118,7 +118,14 @@ def test_make_candidates_has_each_once_and_in_one_order(problem, on_hosts):
     again = make_candidates(make_problem(), meshes, microbatches=(1, 4))
     assert len({each.words for each in on_hosts}) == len(on_hosts)
     assert [each.words for each in again] == [each.words for each in on_hosts]
-    assert len({(each.table, each.microbatches) for each in on_hosts}) < len(on_hosts)
+
+
+def test_make_candidates_tries_all_policies_of_each_table(on_hosts):
+    ways = [(x.rematerialise, x.reshard_after_forward) for x in layouts_on(on_hosts, data=8)]
+    kept = [(None, False), ("dots", False), ("nothing", False)]
+    # Stored as used; or split by the embedding, so that parameters can be gathered again, with the
+    # optimizer's state alike or as parameters are used.
+    assert ways == [*kept, *kept, (None, True), *kept, (None, True)]
 
 
 def test_make_candidates_uses_each_mesh_axis_and_gives_each_device_examples(on_hosts):
@@ -133,8 +140,17 @@ def test_make_candidates_uses_each_mesh_axis_and_gives_each_device_examples(on_h
 def test_make_candidates_has_steps_that_can_be_built(problem, on_hosts):
     for each in on_hosts[:: len(on_hosts) // 2]:
         _, state, inputs = problem.build(each)
-        for leaf in jax.tree.leaves((state, inputs)):
-            assert len(leaf.sharding.shard_shape(leaf.shape)) == leaf.ndim
+        plan = each.layout.plan(problem.model, each.mesh)
+        planned = {leaf.path: leaf.bytes_per_device for leaf in plan.leaves if leaf.shape}
+        built = {leaf.path: leaf.value for leaf in leaves_of(state.model) if leaf.shape}
+        for path, x in built.items():
+            held = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            assert held == planned.pop(path)
+        assert not planned
+        (tokens,) = jax.tree.leaves(inputs)
+        over = mesh_axes_of("batch", [each.layout.compute])
+        parts = math.prod(dict(each.mesh_sizes)[axis] for axis in over)
+        assert tokens.sharding.shard_shape(tokens.shape) == (16 // parts, 32)
 
 
 def test_make_candidates_of_a_wide_model_on_many_devices():
@@ -167,8 +183,8 @@ def test_make_candidates_counts_what_does_not_divide():
     assert all(not mesh_axes_of("heads", [each.layout.compute]) for each in found)
     ((reason, count),) = found.left_out.items()
     assert "'heads' (3)" in reason
-    # Heads with or without neurons and vocabulary, in each way to store parameters.
-    assert count % 4 == 0
+    # Heads with or without neurons and vocabulary, by 5 ways to store parameters and optimizer.
+    assert count == 4 * 5
 
 
 def test_make_candidates_counts_meshes_that_do_not_divide_the_batch():
@@ -176,6 +192,20 @@ def test_make_candidates_counts_meshes_that_do_not_divide_the_batch():
     assert {each.mesh_sizes for each in found} == {(("data", 4), ("model", 2))}
     assert {each.microbatches for each in found} == {1}
     assert sum(found.left_out.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        ({"neurons": None}, "mesh axis 'model' has no use"),
+        ({"embedding": "model"}, "mesh axis 'model' is wanted by both 'neurons' and 'embedding'"),
+        ({"seq": "model"}, "the sequence is not split over ('model',), as is kept"),
+    ],
+)
+def test_make_candidates_says_why_there_are_none(keep, reason):
+    problem = weights_problem(up={"embedding": 128, "neurons": 512})
+    found = make_candidates(problem, [{"data": 4, "model": 2}], keep=keep)
+    assert (len(found), [*found.left_out]) == (0, [reason])
 
 
 # What is kept
@@ -189,6 +219,14 @@ def stored_axes(problem, each, axis):
         spec = (*rules.spec(leaf.names or (), leaf.shape, each.mesh), *(None,) * len(leaf.shape))
         found |= {own for name, own in zip(leaf.names or (), spec, strict=False) if name == axis}
     return found
+
+
+def specs_of(problem, each):
+    """All that a candidate is, with specs in place of tables of rules."""
+    shapes = {(leaf.names, leaf.shape) for leaf in leaves_of(problem.model)}
+    tables = read_tables(problem, each)
+    specs = {(key, *x): rules.spec(*x, each.mesh) for key, rules in tables.items() for x in shapes}
+    return each.mesh_sizes, each.layout.between_blocks, specs
 
 
 @pytest.mark.parametrize(
@@ -207,8 +245,8 @@ def test_make_candidates_keeps_what_is_decided_of_parameters(problem, keep, axis
     found = make_candidates(problem, keep=keep, **options)
     assert all(stored_axes(problem, each, axis) == over for each in found)
     # All that is free stays so.
-    kept = [each.words for each in free if stored_axes(problem, each, axis) == over]
-    assert [each.words for each in found] == kept != []
+    kept = [specs_of(problem, x) for x in free if stored_axes(problem, x, axis) == over]
+    assert [specs_of(problem, each) for each in found] == kept != []
 
 
 def test_make_candidates_keeps_what_is_decided_of_activations(problem):
@@ -219,6 +257,26 @@ def test_make_candidates_keeps_what_is_decided_of_activations(problem):
     over = ("data", "model")
     found = make_candidates(problem, meshes, keep={"batch": over})
     assert {mesh_axes_of("batch", [each.layout.compute]) for each in found} == {over}
+
+
+@pytest.mark.parametrize("axis", ["embedding", "batch"])
+def test_make_candidates_keeps_mesh_axes_in_the_order_of_the_mesh(axis):
+    problem = weights_problem(
+        up={"embedding": 128, "neurons": 512}, down={"neurons": 512, "embedding": 128}
+    )
+    meshes = mesh_shapes(Hardware.read("h100:2x4"))
+    one, other = (
+        [each.words for each in make_candidates(problem, meshes, keep={axis: over})]
+        for over in (("data", "replica"), ("replica", "data"))
+    )
+    assert one == other != []
+
+
+def test_make_candidates_uses_all_mesh_axes_where_the_batch_keeps_one():
+    problem = weights_problem(up={"embedding": 128, "neurons": 512})
+    meshes = [{"data": 8}, {"replica": 2, "data": 4}]
+    found = make_candidates(problem, meshes, keep={"batch": "replica"})
+    assert {mesh_axes_of("neurons", [each.layout.compute]) for each in found} == {("data",)}
 
 
 def test_make_candidates_tries_mesh_axes_of_other_names_for_batch_and_model(problem):
@@ -244,6 +302,9 @@ def test_make_candidates_leaves_out_meshes_without_a_mesh_axis_that_is_kept(prob
         ({"neuron": "model"}, "keep['neuron']", "'neurons'"),
         ({"batch": "modell"}, "keep['batch']", "'model'"),
         ({"experts": "model"}, "keep['experts']", "vocabulary"),
+        ({"batch": "data", "neurons": "data"}, "keep['batch']", "different"),
+        ({"seq": "data", "batch": "data"}, "keep['batch']", "different"),
+        ({"heads": "model", "query_heads": None}, "keep['query_heads']", "Leave one out"),
     ],
 )
 def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, fix):

@@ -163,6 +163,7 @@ def test_read_devices_asks_devices_that_are_there_what_they_are():
         ((8.5, "v5e", "a lot"), pzs.RuleTypeError, ["devices", "memory"]),
         (("v5e:8", None, 16), pzs.RuleTypeError, ["memory"]),
         (("v5e:8", "v5e"), pzs.RuleTypeError, ["hardware"]),
+        ((8, 8, float("inf")), pzs.RuleTypeError, ["hardware", "memory"]),
         ((16, "v5e:8"), pzs.MeshError, ["hardware"]),
         (("cpu:8",), pzs.MeshError, ["memory"]),
     ],

@@ -14,9 +14,10 @@ import penzai_shard as pzs
 from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.problem import read_problem
+from penzai_shard.choosing.problem import read_options, read_problem
 from penzai_shard.errors import RuleTypeError
 from tests.models import penzai_mlp
+from tests.refusals import problem_paths, problems_of
 
 
 def mlp_loss(model, rng, state, x):
@@ -52,6 +53,13 @@ def test_read_problem_of_a_number_makes_tokens_of_each_input_without_a_default()
         assert dict(problem.inputs[name].named_shape) == {"batch": 8, "seq": 2048}
         assert problem.inputs[name].data_array.dtype == jnp.int32
     assert (len(problem.inputs), problem.words) == (2, "batch 8 x seq 2,048")
+
+
+def test_read_problem_takes_no_rest_of_a_loss_for_an_input():
+    def loss_fn(model, rng, state, tokens, *rest, **options):
+        return jnp.float32(0), state, {}
+
+    assert [*read(loss_fn=loss_fn, batch=8, seq=4).inputs] == ["tokens"]
 
 
 def test_read_problem_calls_axes_by_the_names_that_are_given():
@@ -185,6 +193,11 @@ MISTAKES = {
     "a class": ({"optimizer": optax.adam}, "optimizer"),
     "a function": ({"model": penzai_mlp}, ""),
     "no arrays": ({"model": {"rate": "0.1"}}, "model"),
+    "no signature": ({"loss_fn": max}, "loss_fn"),
+    "no names": ({"names": "mlp"}, "names"),
+    "names of no axis": ({"names": {"neurons": "mlp"}}, "neurons"),
+    "blocks of a dictionary": ({"model": named_dict(), "blocks": nn.Dense}, "blocks"),
+    "blocks that there are not": ({"blocks": pz.nn.Attention}, ""),
 }
 
 
@@ -202,6 +215,32 @@ def test_read_problem_names_all_mistakes_at_once():
     with pytest.raises(RuleTypeError) as caught:
         read(state, loss_fn=3, optimizer="adam")
     assert [x.path for x in caught.value.problems] == ["model", "loss_fn", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *(("compiled", given) for given in (0, 2.5)),
+        *(("microbatches", given) for given in ((), (0,), 2, "12")),
+        *(("rematerialise", given) for given in ((), None, "dots")),
+        *(("keep", given) for given in ("model", ["neurons"], {"neurons": 3})),
+    ],
+)
+def test_read_options_names_a_mistake(name, given):
+    options = {"compiled": 1, "microbatches": (1,), "rematerialise": (None,), "keep": None}
+    assert read_options(**options) == {x: options[x] for x in options if x != "compiled"}
+    (problem,) = problems_of(RuleTypeError, read_options, **options | {name: given})
+    assert problem.path == name
+    # What the fix says can be read.
+    written = eval(f"dict({problem.fix.removeprefix('Write for instance ').removesuffix('.')})")
+    assert read_options(**options | written)
+
+
+def test_choose_layout_names_mistakes_of_all_its_arguments_at_once():
+    given = {"devices": 8, "hardware": 8, "batch": 8, "compiled": 0, "keep": "model"}
+    call = pzs.choose_layout, penzai_mlp(), 3, optax.adam(1e-3)
+    paths = problem_paths(RuleTypeError, *call, **given)
+    assert paths == ["loss_fn", "hardware", "compiled", "keep"]
 
 
 # Models without names
@@ -253,7 +292,7 @@ def test_read_problem_says_how_names_are_inferred(library):
     options = {"loss_fn": loss_fn, "batch": 4, "seq": 16, "plain_arrays": is_dict}
     with pytest.raises(RuleTypeError) as caught:
         read(model, **options)
-    pasted = run_fix(caught.value, model=model, loss_fn=loss_fn)
+    pasted = run_fix(caught.value, model=model, loss_fn=loss_fn, jax=jax, penzai_shard=pzs)
     names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
     prefix, table, up = ("layers/1/", "", "up") if is_dict else ("", "/embedding", "up/kernel")
     assert names[f"{prefix}{up}"] == ("embedding", "neurons")
