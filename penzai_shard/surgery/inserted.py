@@ -148,7 +148,7 @@ def strip(model: Any, *types: type) -> Any:
         return (node.to_layer_stack(),) if isinstance(node, RolledLayerStack) else (node,)
 
     # Most models have nothing to take off: then this is one walk, which makes no object.
-    finder = Finder(lambda node, keys, state: _may_come_off(node.__class__))
+    finder = Finder(by_type=_may_come_off)
     rewriter = Rewriter(finder, find_rest, InsertedSequence, "outer first")
     stripped = rewriter.run(model)
     problems.extend(refused.problem for refused in rewriter.refused)

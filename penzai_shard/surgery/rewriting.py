@@ -125,20 +125,32 @@ class Finder:
     """One place, as a walk down a tree asks for it.
 
     Attributes:
-        matches: Whether a node with these keys, in this state, is there.
+        matches: Whether a node with these keys, in this state, is there; asked where the type does
+            not tell.
         step: The state of a child, of the state of its parent, the parent, the child's keys and
             the child. A state of None says that nothing from there on is at the place; None
             instead of a function, that there are no states.
         start: The state of the root.
+        by_type: Whether nodes of a type are at the place, and None where the type does not tell.
+        layers_only: Whether nothing but layers is at the place.
     """
 
-    matches: Callable[[Any, Keys, Any], bool]
+    matches: Callable[[Any, Keys, Any], bool] = lambda node, keys, state: False
     step: Callable[[Any, Any, Keys, Any], Any] | None = None
-    start: Any = True
+    start: Callable[[Any], Any] = lambda node: True
+    by_type: Callable[[type], bool | None] = lambda kind: None
+    layers_only: bool = False
+
+    def decide(self, node: Any) -> bool | None:
+        """What the type of a node says."""
+        return self.by_type(type(node)) if is_layer(node) or not self.layers_only else False
 
     def has(self, node: Any, keys: Keys, state: Any) -> bool:
         """Whether a node is at the place."""
-        return state is not None and self.matches(node, keys, state)
+        if state is None:
+            return False
+        decided = self.decide(node)
+        return self.matches(node, keys, state) if decided is None else decided
 
 
 class Match(NamedTuple):
@@ -199,6 +211,8 @@ class Rewriter:
         self.matches: list[Match] = []
         self.refused: list[Refused] = []
         self._removed = pz.nn.Identity()
+        # What is known of a type: the answer of ``by_type``, its kind, whether nodes are skipped.
+        self._rows: dict[type, tuple[bool | None, NodeKind, bool]] = {}
         self._keys: list[Any] = []
         # What was made, by the ids of what it was made of. The tree keeps its nodes alive; others
         # are held, as a new object may have the id of one that is gone.
@@ -210,7 +224,7 @@ class Rewriter:
     def run(self, tree: Any) -> Any:
         """The changed tree; the tree itself if nothing changed."""
         try:
-            kind, state = kind_of(tree), self._finder.start
+            kind, state = kind_of(tree), self._finder.start(tree)
             if self._finder.has(tree, self._keys, state):
                 return self._one(self._items(tree, state, kind))
             return self._below(tree, state, kind)
@@ -218,23 +232,35 @@ class Rewriter:
             self.refused.append(refused)
             return tree
 
+    def _row(self, node: Any) -> tuple[bool | None, NodeKind, bool]:
+        kind, decided = kind_of(node), self._finder.decide(node)
+        row = self._rows[type(node)] = (decided, kind, decided is False and kind.is_leaf)
+        return row
+
     def _below(self, node: Any, state: Any, kind: NodeKind, is_sequence: bool = False) -> Any:
         """A node with its subtrees changed; in a sequence several may take the place of one."""
-        keys, step, matches = self._keys, self._finder.step, self._finder.matches
+        rows, keys, step, matches = self._rows, self._keys, self._finder.step, self._finder.matches
         parts = kind.parts(node)
         if kind.is_opaque:
             self._held.append(parts)
         new: list[Any] = []
         is_changed = False
+        child_state = state
         for key, child in parts:
+            decided, child_kind, is_skipped = rows.get(type(child)) or self._row(child)
+            if is_skipped:
+                new.append(child)
+                continue
             keys.append(key)
-            child_state = state if step is None else step(state, node, keys, child)
-            child_kind = kind_of(child)
-            if child_state is not None and matches(child, keys, child_state):
+            if step is not None:
+                child_state = step(state, node, keys, child)
+            if child_state is None:
+                new.append(child)
+            elif decided or (decided is None and matches(child, keys, child_state)):
                 items = self._items(child, child_state, child_kind)
                 is_changed = is_changed or len(items) != 1 or items[0] is not child
                 new += items if is_sequence else (self._one(items),)
-            elif child_state is None or child_kind.is_leaf:
+            elif child_kind.is_leaf:
                 new.append(child)
             else:
                 runs_in_order = key == _SEQUENCE_FIELD and type(child) in (list, tuple)

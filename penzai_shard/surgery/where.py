@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
@@ -96,13 +96,13 @@ class Where:
         what = _read_what(resolve(self.what))
 
         if isinstance(what, tuple):
-            finder = Finder(lambda node, keys, state: isinstance(node, what))
+            finder = Finder(by_type=lambda kind: issubclass(kind, what))
         elif isinstance(what, str):
             finder = _find_pattern(what, layers_only)
         elif isinstance(what, _Root):
             finder = Finder(lambda node, keys, state: not keys, lambda *_: None)
         else:
-            finder = Finder(_read_predicate(what, layers_only))
+            finder = Finder(_read_predicate(what), layers_only=layers_only)
         for around, is_wanted in ((self.within, True), (self.outside, False)):
             finder = _narrow(finder, around, is_wanted) if around else finder
         return finder
@@ -122,11 +122,11 @@ def _read_what(place: Any) -> Any:
     )
 
 
-def _read_predicate(predicate: Any, layers_only: bool) -> Callable[[Any, Keys, Any], bool]:
+def _read_predicate(predicate: Callable[..., Any]) -> Callable[[Any, Keys, Any], bool]:
     call, _ = make_caller(predicate, {})
 
     def matches(node: Any, keys: Keys, state: Any) -> bool:
-        found = call(node, keys) if is_layer(node) or not layers_only else False
+        found = call(node, keys)
         if not isinstance(found, bool):
             what = f"{value_text(predicate)} gave {value_text(found)}, not True or False"
             raise Refused(keys, what, "Return bool(...) of it, or a comparison.")
@@ -173,60 +173,55 @@ def _snake_case(name: str) -> str:
     return _WORD_START.sub("_", name).lower()
 
 
-# What may be left of a pattern below a node: one rest for each way to read the path to it.
-_Rests: TypeAlias = frozenset[tuple[str, ...]]
-_ALL_READ: _Rests = frozenset([()])
-
-
 def _find_pattern(pattern: str, layers_only: bool) -> Finder:
     """Finds nodes by a pattern.
 
-    A state has the rests for the path to a node and, between an ``Inserted`` and its ``Original``,
-    those of the ``Inserted``.
+    A state has two sets of numbers of parts, as bits: those that the path to a node can be read
+    by, and, between an ``Inserted`` and its ``Original``, those of the ``Inserted``.
     """
     # Copied paths have quotes around the keys of dictionaries.
     parts = tuple(part.strip("'\"") for part in pattern_parts(pattern))
+    end = 1 << len(parts)
 
-    def step(state: tuple[_Rests, _Rests], parent: Any, keys: Keys, child: Any) -> Any:
-        rests, around = state
-        found = _advance(rests, str(keys[-1]), names_of(child))
+    def step(state: tuple[int, int], parent: Any, keys: Keys, child: Any) -> Any:
+        read, around = state
+        found = _advance(parts, read, str(keys[-1]), names_of(child))
         # What is in a wrapper has the wrapper's path, and the wrapper has matched already.
         if keys[-1] == "body" and isinstance(parent, WrapperLayer):
-            found |= rests - _ALL_READ
-            around = rests - _ALL_READ if type(parent) is Inserted else around
+            found |= read & ~end
+            around = read & ~end if type(parent) is Inserted else around
         if type(child) is Original:
-            found, around = found | around, frozenset()
+            found, around = found | around, 0
         return (found, around) if found or around else None
 
-    def matches(node: Any, keys: Keys, state: tuple[_Rests, _Rests]) -> bool:
-        return () in state[0] and (is_layer(node) or not layers_only)
+    def matches(node: Any, keys: Keys, state: tuple[int, int]) -> bool:
+        return bool(state[0] & end)
 
-    return Finder(matches, step, (_pass_stars([parts]), frozenset()))
+    return Finder(matches, step, lambda node: (_close(parts, 1), 0), layers_only=layers_only)
 
 
 @functools.lru_cache(maxsize=65536)
-def _advance(rests: _Rests, key: str, names: tuple[str, ...]) -> _Rests:
-    """What is left below a child."""
+def _advance(parts: tuple[str, ...], read: int, key: str, names: tuple[str, ...]) -> int:
+    """The numbers of parts by which the path to a child can be read."""
 
-    def advance(rests: _Rests, text: str) -> _Rests:
-        fitting = [rest for rest in rests if rest and fnmatch.fnmatchcase(text, rest[0])]
-        # The pattern "**" fits every text, and stays.
-        return _pass_stars(rest if rest[0] == "**" else rest[1:] for rest in fitting)
+    def advance(read: int, text: str) -> int:
+        found = 0
+        for number, part in enumerate(parts):
+            if read >> number & 1 and (part == "**" or fnmatch.fnmatchcase(text, part)):
+                found |= 1 << (number + (part != "**"))
+        return _close(parts, found)
 
     # A key with dots is several parts of a path.
-    found = functools.reduce(advance, pattern_parts(key), rests)
-    return found.union(*(advance(rests, name) for name in names))
+    found = functools.reduce(advance, pattern_parts(key), read)
+    return functools.reduce(int.__or__, (advance(read, name) for name in names), found)
 
 
-def _pass_stars(rests: Iterable[tuple[str, ...]]) -> _Rests:
+def _close(parts: tuple[str, ...], read: int) -> int:
     """With those parts of ``**`` passed that need not read anything."""
-    found = set()
-    for rest in rests:
-        found.add(rest)
-        while rest[:1] == ("**",):
-            rest = rest[1:]
-            found.add(rest)
-    return frozenset(found)
+    for number, part in enumerate(parts):
+        if part == "**" and read >> number & 1:
+            read |= 1 << (number + 1)
+    return read
 
 
 # Narrowing
@@ -239,6 +234,9 @@ def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
     """Finds what another finder finds inside of a place, or outside of it."""
     is_pattern = isinstance(around.what, str)
     place = around.find(layers_only=not is_pattern)
+
+    def start(node: Any) -> Any:
+        return finder.start(node), place.start(node)
 
     def step(states: Any, parent: Any, keys: Keys, child: Any) -> Any:
         own, state = states
@@ -256,7 +254,10 @@ def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
         is_inside = state is _INSIDE or (is_pattern and place.has(node, keys, state))
         return is_inside is is_wanted and finder.has(node, keys, own)
 
-    return Finder(matches, step, (finder.start, place.start))
+    def ask(kind: type) -> bool | None:
+        return False if finder.by_type(kind) is False else None
+
+    return Finder(matches, step, start, ask, finder.layers_only)
 
 
 # Functions of the user
