@@ -42,8 +42,6 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 # What tables of rules are called in words.
 _LABELS = "stored by", "computed by", "optimizer by", "between blocks by"
-# Of a model in which no role is known, so many axes of parameters are tried, the longest first.
-_MOST_UNKNOWN_AXES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +82,8 @@ class Candidate:
 
 
 def _rules_text(rules: AxisRules) -> str:
-    texts = [
-        f"{rule.logical_axis or 'largest'}/{'*'.join(rule.mesh_axes) or 'whole'}"
-        for rule in rules.rules
-    ]
-    return ", ".join(texts) or "nothing"
+    pairs = ((x.logical_axis or "largest", "*".join(x.mesh_axes) or "whole") for x in rules.rules)
+    return ", ".join(f"{name}/{axes}" for name, axes in pairs) or "nothing"
 
 
 # Meshes
@@ -103,18 +98,16 @@ def mesh_shapes(hardware: Hardware) -> list[dict[str, int]]:
     [{'data': 16}, {'replica': 2, 'data': 8}, {'data': 8, 'model': 2}]
     """
     devices, found = hardware.device_count, []
-    for model, replica in itertools.product(_divisors(devices), _divisors(hardware.hosts)):
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for model, replica in itertools.product(divisors, divisors):
         rest = devices // model
-        if rest % replica == 0 and (replica == 1 or rest > replica):
+        is_whole = hardware.hosts % replica == 0 and rest % replica == 0
+        if is_whole and (replica == 1 or rest > replica):
             sizes = {"replica": replica, "data": rest // replica, "model": model}
             shape = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
             if hardware.has_mesh(shape):
                 found.append(shape)
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 # What is stored
@@ -193,9 +186,8 @@ def read_tables(problem: Problem, candidate: Candidate) -> dict[str, AxisRules]:
 @functools.lru_cache(maxsize=4)
 def _small_model(problem: Problem) -> list[Any]:
     """One array for each of the different shapes of the model's named arrays."""
-    shapes = {(leaf.names, leaf.shape) for leaf in leaves_of(problem.model) if leaf.names}
-    ordered = sorted(shapes, key=str)
-    return [make_named(jax.ShapeDtypeStruct(shape, "float32"), names) for names, shape in ordered]
+    shapes = sorted({(x.names, x.shape) for x in leaves_of(problem.model) if x.names}, key=str)
+    return [make_named(jax.ShapeDtypeStruct(shape, "float32"), names) for names, shape in shapes]
 
 
 # Candidates
@@ -244,8 +236,7 @@ def make_candidates(
         RuleTypeError: ``keep`` names what is not there, or each policy needs blocks that the model
             does not have.
     """
-    shapes = [dict(sizes) for sizes in meshes]
-    maker = _Maker(problem, keep or {}, shapes, rematerialise)
+    maker = _Maker(problem, keep or {}, [dict(sizes) for sizes in meshes], rematerialise)
     for use in maker.mesh_uses():
         maker.add(use, microbatches)
     return Candidates(maker.found.values(), maker.left_out)
@@ -271,9 +262,7 @@ class _Maker:
         self.found: dict[Any, Candidate] = {}
         self.left_out: collections.Counter[str] = collections.Counter()
         self.shapes = [(leaf.names or (), leaf.shape) for leaf in leaves_of(_small_model(problem))]
-        pairs = sorted(
-            (n, str(name), name) for x in self.shapes for name, n in zip(*x, strict=True)
-        )
+        pairs = sorted({(n, str(x), x) for own in self.shapes for x, n in zip(*own, strict=True)})
         # The longest first.
         self.axes = [*dict.fromkeys(name for _, _, name in reversed(pairs) if name is not None)]
         self.names = dict(problem.names)
@@ -282,7 +271,8 @@ class _Maker:
             if present and role not in self.names and not self._has(role):
                 self.names[role] = present[0]
         roles: list[Any] = [role for role in _SPLIT_ROLES if self._has(role)]
-        self.split = roles or self.axes[:_MOST_UNKNOWN_AXES]
+        # Where no role is known the longest axes are tried.
+        self.split = roles or self.axes[:4]
 
         problems = Problems("no candidates:")
         self.has_blocks = problem.blocks != ()
@@ -297,12 +287,11 @@ class _Maker:
             what = f"mesh axis {axis!r} is kept for what layers split, too"
             problems.add("keep['batch']", what, "Give them different mesh axes.")
         problems.raise_if_any(RuleTypeError)
-        self.meshes = []
-        for sizes in meshes:
-            if missing := {axis for over in self.kept.values() for axis in over} - {*sizes}:
-                self.left_out[f"a mesh without mesh axis {min(missing)!r}, which is kept"] += 1
-            else:
-                self.meshes.append(sizes)
+        wanted = {*itertools.chain(*self.kept.values())}
+        self.meshes = [sizes for sizes in meshes if wanted <= sizes.keys()]
+        if count := len(meshes) - len(self.meshes):
+            axes = " or ".join(map(repr, sorted(wanted)))
+            self.left_out[f"a mesh lacks mesh axis {axes}, which is kept"] = count
 
     def _has(self, role: str) -> bool:
         # What infer_names calls "heads*projection" is split along its first factor.

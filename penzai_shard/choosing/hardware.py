@@ -136,15 +136,14 @@ class Hardware:
             return self._split_grid(mesh_sizes)
         if self.topology.platform == "tpu":
             return topologies.mesh_bandwidths(self.topology, mesh_sizes)
-        inside, rates = self.device_count // self.hosts, {}
+        inside, rates = self.device_count // self.hosts, dict.fromkeys(mesh_sizes, self.link)
         for axis, size in reversed([*mesh_sizes.items()]):
             own = math.gcd(inside, size)
             inside //= own
-            rates[axis] = self.link
             if hosts := size // own - 1:
                 # What all gather, each sends to every other host once; the rest stays in a host.
                 rates[axis] = min(self.link, self.between * (size - 1) / hosts)
-        return {axis: rates[axis] for axis in mesh_sizes}
+        return rates
 
     def _split_grid(self, mesh_sizes: Mapping[str, int]) -> dict[str, float]:
         """The same of v5e, where a mesh axis may have a part of an axis of the grid.
@@ -152,21 +151,18 @@ class Hardware:
         Several rows that go over the same links, one for each device in between, share them.
         """
         shape, ring = self.topology.shape, topologies.SLICES["v5e"].ring
-        free, strides, rates = [*shape], [1] * len(shape), {}
+        free, rates = [*shape], dict.fromkeys(mesh_sizes, 0.0)
         for axis, size in reversed([*mesh_sizes.items()]):
-            rest, links = size, 0.0
-            dims = range(len(shape))
+            rest, dims = size, range(len(shape))
             # An axis of the grid of just that length first, then those that it divides most.
             for dim in sorted(dims, key=lambda d: (free[d] != size, -math.gcd(free[d], size))):
-                part = math.gcd(free[dim], rest)
+                part, stride = math.gcd(free[dim], rest), shape[dim] // free[dim]
                 if part > 1:
-                    is_ring = part * strides[dim] == shape[dim] == ring
-                    links += (1 + is_ring) / strides[dim]
+                    is_ring = part * stride == shape[dim] == ring
+                    rates[axis] += (1 + is_ring) / stride * self.link
                     free[dim] //= part
-                    strides[dim] *= part
                     rest //= part
-            rates[axis] = links * self.link
-        return {axis: rates[axis] for axis in mesh_sizes}
+        return rates
 
 
 # What choose_layout is given
@@ -218,8 +214,7 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
         hardware = figures.kind if figures else members[0].platform
     is_number = isinstance(count, int) and not isinstance(count, bool)
     if not is_number and not isinstance(devices, str):
-        what = f"a {type(devices).__name__} is no name, mesh, devices or number"
-        problems.add("devices", what, _EXAMPLES)
+        problems.add("devices", f"it is a {type(devices).__name__}", _EXAMPLES)
     elif is_number and hardware is None:
         fix = "Write hardware='v5e', or hardware='cpu' for simulated devices."
         problems.add("devices", f"how fast these {count:,} devices are is not known", fix)

@@ -87,16 +87,11 @@ class Problem:
         Raises:
             PlanError, MeshError, RuleTypeError: As ``Layout.build``.
         """
-        state, step = candidate.layout.build(
-            lambda shapes: shapes,
-            self.model if model is None else model,
-            mesh=candidate.mesh,
-            loss_fn=self.loss_fn,
-            optimizer=self.optimizer,
-            rng=jax.random.key(0),
-            accumulate_steps=candidate.microbatches,
-            **self.step_options,
-        )
+        model = self.model if model is None else model
+        options = {"loss_fn": self.loss_fn, "optimizer": self.optimizer, **self.step_options}
+        options |= {"rng": jax.random.key(0), "mesh": candidate.mesh}
+        options |= {"accumulate_steps": candidate.microbatches}
+        state, step = candidate.layout.build(lambda shapes: shapes, model, **options)
         inputs = candidate.layout.shard_batch(self.inputs, candidate.mesh)
         return step, state, self.as_given(inputs)
 
@@ -153,8 +148,7 @@ def read_problem(
 
     model = form.fill([_make_struct(leaf) for leaf in leaves])
     blocks = _read_blocks(model, blocks, names or {}, problems)
-    problems.raise_if_any(RuleTypeError)
-    names = dict(names or {})
+    names = dict(names) if isinstance(names, Mapping) else {}
     batch_axes, seq_axes = (axes_of_role(role, names) or (role,) for role in ("batch", "seq"))
     read = _read_inputs(loss_fn, batch, seq, (batch_axes[0], seq_axes[0]), problems)
     problems.raise_if_any(RuleTypeError)
@@ -280,19 +274,19 @@ def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any
     Raises:
         RuleTypeError: They cannot be read; all that is wrong is in it.
     """
-    kept = keep.values() if isinstance(keep, Mapping) else [0] if keep else []
-    is_kept = all(isinstance(over, str | list | tuple | None) for over in kept)
-    are_policies = isinstance(rematerialise, list | tuple) and len(rematerialise) > 0
     problems = Problems(_HEADLINE)
-    for path, given, is_right, example in (
-        ("compiled", compiled, _are_counts([compiled]), 12),
-        ("microbatches", microbatches, _are_counts(microbatches), (1, 2)),
-        ("rematerialise", rematerialise, are_policies, (None, "dots")),
-        ("keep", keep, is_kept, {"neurons": "model", "seq": None}),
-    ):
-        if not is_right:
-            fix = f"Write for instance {path}={example!r}."
-            problems.add(path, f"it is {reprlib.repr(given)}", fix)
+    if not _are_counts([compiled]):
+        problems.add("compiled", f"it is {compiled!r}", "Write compiled=12.")
+    if not _are_counts(microbatches):
+        problems.add("microbatches", f"it is {microbatches!r}", "Write microbatches=(1, 2).")
+    if not isinstance(rematerialise, list | tuple) or not rematerialise:
+        fix = "Write rematerialise=(None, 'dots')."
+        problems.add("rematerialise", f"it is {rematerialise!r}", fix)
+    kept = keep.values() if isinstance(keep, Mapping) else ()
+    are_axes = all(isinstance(over, str | list | tuple | None) for over in kept)
+    if not isinstance(keep, Mapping | None) or not are_axes:
+        fix = "Write keep={'neurons': 'model', 'seq': None}."
+        problems.add("keep", f"it is {keep!r}", fix)
     problems.raise_if_any(RuleTypeError)
     return {"microbatches": microbatches, "rematerialise": rematerialise, "keep": keep}
 

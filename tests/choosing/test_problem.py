@@ -232,7 +232,7 @@ def test_read_options_names_a_mistake(name, given):
     (problem,) = problems_of(RuleTypeError, read_options, **options | {name: given})
     assert problem.path == name
     # What the fix says can be read.
-    written = eval(f"dict({problem.fix.removeprefix('Write for instance ').removesuffix('.')})")
+    written = eval(f"dict({problem.fix.removeprefix('Write ').removesuffix('.')})")
     assert read_options(**options | written)
 
 
