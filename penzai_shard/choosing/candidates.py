@@ -20,7 +20,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.hardware import Hardware
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.errors import Problems, RuleTypeError
-from penzai_shard.layouts.axis_roles import axes_of_role, find_roles
+from penzai_shard.layouts.axis_roles import axes_of_role
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import MIN_SIZE, TABLES, add_unknown
 from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
@@ -177,9 +177,7 @@ def stored_bytes(
 
 def read_tables(problem: Problem, candidate: Candidate) -> dict[str, AxisRules]:
     """The tables of a layout in the model's own names; of the optimizer in any case."""
-    layout = candidate.layout
-    tables = {name: table for name in TABLES if (table := getattr(layout, name)) is not None}
-    found = find_roles(_small_model(problem), candidate.mesh, tables, layout.names).tables
+    found = candidate.layout.find_roles(_small_model(problem), candidate.mesh).tables
     return {"optimizer": found["parameters"], **found}
 
 
@@ -283,7 +281,7 @@ class _Maker:
         self.kept = self._read_keep(keep, meshes, problems)
         # The mesh axes that are kept for the model.
         self.taken = {x for role in ("seq", *self.split) for x in self.kept.get(role, ())}
-        for axis in self.taken.intersection(self.kept.get("batch", ())):
+        for axis in sorted(self.taken.intersection(self.kept.get("batch", ()))):
             what = f"mesh axis {axis!r} is kept for what layers split, too"
             problems.add("keep['batch']", what, "Give them different mesh axes.")
         problems.raise_if_any(RuleTypeError)
@@ -337,8 +335,11 @@ class _Maker:
             what = f"the batch ({examples:,}) does not divide over {parts:,} devices"
             self.left_out[f"{what} in {min(microbatches)} microbatches"] += 1
             return
+        betweens = [*self._make_betweens(use)]
+        if not betweens:
+            self.left_out[f"the sequence is not split over {self.kept['seq']}, as is kept"] += 1
         mesh_sizes = tuple(use.sizes.items())
-        for is_split, plain in self._make_tables(use):
+        for plain in self._make_tables(use):
             specs = self._find_specs(Candidate(mesh_sizes, plain))
             if specs is None or (plain.optimizer and specs["parameters"] == specs["optimizer"]):
                 continue
@@ -346,16 +347,13 @@ class _Maker:
             gathers = specs["parameters"] != specs["compute"]
             if gathers and self.has_blocks and None in self.policies:
                 ways.append({"reshard_after_forward": True})
-            betweens = [*self._make_betweens(use, is_split)]
-            if not betweens:
-                self.left_out[f"the sequence is not split over {self.kept['seq']}, as is kept"] += 1
             for between, way, n in itertools.product(betweens, ways, counts):
                 layout = dataclasses.replace(plain, between_blocks=between, **way)
                 key = mesh_sizes, use.batch, *specs.values(), between, *way.items(), n
                 self.found.setdefault(key, Candidate(mesh_sizes, layout, n))
 
-    def _make_tables(self, use: _Use) -> Iterator[tuple[bool, Layout]]:
-        """Whether layers are split, with the tables of parameters, computation and optimizer."""
+    def _make_tables(self, use: _Use) -> Iterator[Layout]:
+        """The tables of parameters, computation and optimizer."""
         # What uses all mesh axes of the batch alike is left to the mesh that has them as one.
         merged = {axis: size for axis, size in use.sizes.items() if axis != "replica"}
         merged["data"] = use.sizes.get("replica", 0) * use.sizes.get("data", 1)
@@ -367,7 +365,8 @@ class _Maker:
             self.left_out[f"mesh axis {' or '.join(map(repr, use.model))} has no use"] += 1
         options: dict[str, Any] = {"names": self.names, "blocks": self.problem.blocks}
         known, of_all = {"batch", "seq", *self.split}, _split_largest(use.batch)
-        kept = AxisRules({axis: over for axis, over in self.kept.items() if axis not in known})
+        rest = [(name, over) for name, over in self.kept.items() if name not in known]
+        kept = AxisRules([(x, over) for name, over in rest for x in axes_of_role(name, self.names)])
         for picked in sane:
             split = {role: over for role, over in zip(self.split, picked, strict=True) if over}
             # As presets have it, layers give way to experts and vocabulary.
@@ -380,9 +379,9 @@ class _Maker:
                 stored += [_split_largest(over)]
             for own in stored:
                 options |= {"parameters": used | kept | own, "compute": use.of_batch | used}
-                yield bool(split), Layout(**options)
+                yield Layout(**options)
                 if use.batch and own != of_all:
-                    yield bool(split), Layout(**options, optimizer=used | of_all)
+                    yield Layout(**options, optimizer=used | of_all)
 
     def _find_specs(self, candidate: Candidate) -> dict[str, Any] | None:
         """How tables lay out the different parameters; None if they do not."""
@@ -394,13 +393,13 @@ class _Maker:
         self.left_out.update(problems[:1])
         return None if problems else specs
 
-    def _make_betweens(self, use: _Use, is_split: bool) -> Iterator[AxisRules | None]:
+    def _make_betweens(self, use: _Use) -> Iterator[AxisRules | None]:
         """How activations lie between blocks."""
         sizes = self.problem.sizes
         lengths = [sizes[name] for name in axes_of_role("seq", self.names) if name in sizes]
         # Where the last token is a target only, the model sees one less.
         lengths += [length - 1 for length in lengths]
-        free = [(), use.model] if is_split and use.model else [()]
+        free = dict.fromkeys([(), use.model])
         for over in [self.kept["seq"]] if "seq" in self.kept else free:
             parts = part_count(over, use.sizes)
             if not over:

@@ -259,6 +259,16 @@ def test_make_candidates_keeps_what_is_decided_of_activations(problem):
     assert {mesh_axes_of("batch", [each.layout.compute]) for each in found} == {over}
 
 
+@pytest.mark.parametrize("axis", ["embedding", "embed"])
+def test_make_candidates_keeps_an_axis_of_another_name_whole(axis):
+    problem = weights_problem(up={"embed": 512, "mlp": 128})
+    found = make_candidates(problem, [{"data": 8}], keep={axis: None})
+    assert {P(), P(None, "data")} == {
+        read_tables(problem, each)["parameters"].spec(("embed", "mlp"), (512, 128), each.mesh)
+        for each in found
+    }
+
+
 @pytest.mark.parametrize("axis", ["embedding", "batch"])
 def test_make_candidates_keeps_mesh_axes_in_the_order_of_the_mesh(axis):
     problem = weights_problem(
