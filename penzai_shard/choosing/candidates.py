@@ -25,7 +25,7 @@ from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import MIN_SIZE, TABLES, add_unknown
 from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
 from penzai_shard.readers.penzai import make_named
-from penzai_shard.rules import AxisRules, Rule, data_parallel, decide, tensor_parallel
+from penzai_shard.rules import AxisRules, Rule, data_parallel, decide
 from penzai_shard.specs import part_count
 from penzai_shard.training.train_state import TrainState
 
@@ -368,11 +368,9 @@ class _Maker:
         rest = [(name, over) for name, over in self.kept.items() if name not in known]
         kept = AxisRules([(x, over) for name, over in rest for x in axes_of_role(name, self.names)])
         for picked in sane:
-            split = {role: over for role, over in zip(self.split, picked, strict=True) if over}
+            picks = zip(self.split, picked, strict=True)
             # As presets have it, layers give way to experts and vocabulary.
-            used = AxisRules({role: over for role, over in split.items() if role in _FIRST})
-            for role in (role for role in split if role not in _FIRST):
-                used |= tensor_parallel(split[role], (role,))
+            used = AxisRules([Rule(role, over, role not in _FIRST) for role, over in picks if over])
             stored = [] if is_merged else [AxisRules({})]
             for over in (use.batch[start:] for start in range(is_merged, len(use.batch))):
                 stored += [AxisRules({"embedding": over})] if self._has("embedding") else []
