@@ -17,7 +17,7 @@ _NAMES = {
     "checkpoints.parameters": "param_dict restore_params restore_structs save_params with_params",
     "checkpoints.reports": "compare_checkpoints describe_checkpoint verify_checkpoint",
     "checkpoints.train_states": "restore_train_state save_train_state",
-    "choosing.choices": "choose_layout",
+    "choosing.choose": "choose_layout",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
     "MissingExtraError NonFiniteLossError NothingFitsError PlanError ProgramError PropagationError "

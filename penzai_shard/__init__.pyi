@@ -11,7 +11,7 @@ from penzai_shard.checkpoints.reports import describe_checkpoint as describe_che
 from penzai_shard.checkpoints.reports import verify_checkpoint as verify_checkpoint
 from penzai_shard.checkpoints.train_states import restore_train_state as restore_train_state
 from penzai_shard.checkpoints.train_states import save_train_state as save_train_state
-from penzai_shard.choosing.choices import choose_layout as choose_layout
+from penzai_shard.choosing.choose import choose_layout as choose_layout
 from penzai_shard.errors import CheckpointDamagedError as CheckpointDamagedError
 from penzai_shard.errors import CheckpointMismatchError as CheckpointMismatchError
 from penzai_shard.errors import CheckpointNotFoundError as CheckpointNotFoundError

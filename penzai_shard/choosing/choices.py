@@ -1,425 +1,280 @@
-"""Finds how a model is best laid out over some devices for training, among all sane layouts.
+"""Holds the layouts that were found with their prices; says why, and builds steps in them."""
 
-One way of each table that can be stored is priced by propagation, then the other ways of the
-quickest tables. What seems best is compiled, and only of compiled steps it is said that they fit.
-Nothing runs, and the same question has the same answer on every machine.
-"""
-
-import collections
-import contextlib
+import dataclasses
 import functools
-import itertools
 import math
-import statistics
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penzai_shard.choosing.bound import bound
-from penzai_shard.choosing.candidates import Candidate, make_candidates, mesh_shapes, stored_bytes
-from penzai_shard.choosing.choice import Choice, Choices
-from penzai_shard.choosing.compiled import compile_candidates
-from penzai_shard.choosing.cost import Prices, StepCost
-from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
-from penzai_shard.choosing.problem import Problem, read_options, read_problem
-from penzai_shard.choosing.search import CERTAIN, Price, search
-from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.errors import (
-    CompilationError,
-    MeshError,
-    NothingFitsError,
-    PlanError,
-    RuleTypeError,
-    ShardingError,
-    ShardingWarning,
-)
-from penzai_shard.errors import Problem as Mistake
-from penzai_shard.progress import progress as show_progress
-from penzai_shard.reports.quantities import bytes_text
+import jax
 
-# Where the quickest way of a table takes so much longer than the best, other ways are not priced.
-_SLOWER = 1.25
-# Of more tables than this, times the number of layouts to compile, those are priced that have the
-# least bounds and store least, as many on each mesh.
-_TABLES = 4
-# A certificate of this part is a good one. For it so many layouts, times the number of layouts to
-# compile, are compiled, if then no other can be quicker by more.
-_GAP, _MOST = 0.05, 3
-# One and two blocks say within this part what all of them hold: so much is left free.
-_IN_DOUBT = 0.12
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.cost import StepCost
+from penzai_shard.choosing.hardware import Hardware, StepTime, step_time
+from penzai_shard.choosing.search import Price
+from penzai_shard.layouts.layout import Layout
+from penzai_shard.meshes import AnyMesh, make_mesh
+from penzai_shard.reports.quantities import bytes_text, seconds_text
+from penzai_shard.reports.report import Column, HasReport, Report
+from penzai_shard.training.train_state import TrainState
+
+_SENT = {
+    "parameter": "gathering parameters",
+    "gradient": "reducing gradients",
+    "optimizer": "moving the optimizer's state",
+    "activation": "moving activations",
+}
+# A smaller part of a step is not worth a word.
+_SMALL = 0.005
+_MORE_SHOWN = 3
+_MORE = {True: "more", False: "less"}
 
 
-def choose_layout(
-    model: Any,
-    loss_fn: Callable[..., Any],
-    optimizer: Any,
-    *,
-    devices: Any,
-    batch: int | Mapping[str, Any],
-    seq: int | None = None,
-    memory: float | str | None = None,
-    keep: Mapping[Any, Any] | None = None,
-    hardware: Any = None,
-    names: Mapping[str, Any] | None = None,
-    blocks: Any = None,
-    rematerialise: Sequence[str | None] = (None, "dots", "nothing"),
-    microbatches: Sequence[int] = (1, 2, 4, 8),
-    plain_arrays: bool = False,
-    compiled: int = 12,
-    progress: bool | None = None,
-) -> Choices:
-    """Finds how a model is best laid out over some devices for training.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Choice:
+    """A layout on a mesh, with what a step costs in it.
 
-    A layout is a short table from logical axes to mesh axes, so that all sane tables can be listed,
-    on every shape of the mesh, with every policy and number of microbatches. The price is the
-    largest of the times to compute, to send and to update the optimizer at the figures that the
-    hardware's vendor publishes. A step that needs more memory than there is is never picked.
-
-    Listing shardings and pricing them is what Alpa does for tensors without names (Zheng et al.
-    2022, arXiv:2201.12023); the price is a roofline (Williams et al. 2009).
-
-    Args:
-        model: The model, concrete or abstract, with logical axes: Penzai's, Flax's, or what
-            ``name_axes`` gives. ``infer_names`` finds them for a model that has none.
-        loss_fn: As for ``build_train_step_fn``.
-        optimizer: An optimizer of optax.
-        devices: The name of hardware (``"v5e:32"``, ``"v5p:4x4x8"``, ``"h100:16"``), a number of
-            devices, or ``jax.devices()``, which leave the mesh open; or a mesh, which is kept.
-        batch: The number of examples: each input of the loss function without a default is then
-            tokens, ``batch`` x ``seq``. Or the inputs by name, arrays or structs; the first
-            dimension of a plain one is the batch.
-        seq: The number of tokens of an example.
-        memory: What a step may need on a device, in bytes or as ``"14GiB"``; by default what
-            programs can have.
-        keep: What is decided: logical axis to mesh axis, to several, or to None for whole.
-        hardware: What a mesh or a number is of: ``"v5e"``. ``"cpu"`` are simulated devices.
-        names: As for ``Layout``.
-        blocks: As for ``Layout``.
-        rematerialise: The policies of ``Layout`` to try.
-        microbatches: The numbers of microbatches to try.
-        plain_arrays: As for ``TrainState.initial_state``.
-        compiled: About how many layouts are compiled: twice as many where something seems quicker,
-            four times as many where nothing fits yet, up to three times as many where all are
-            then that may be 5 % quicker. Of a deep model one and two blocks are, and 12 % of the
-            memory stay free, by which that may err.
-        progress: Whether to show how far it is on standard error; None does if rich is installed.
-
-    Returns:
-        The layouts whose compiled steps fit, the best first; after Ctrl-C the best so far.
-
-    Raises:
-        NothingFitsError: No layout fits; with the nearest, and what would help.
-        PlanError: There is no sane layout.
-        RuleTypeError, MeshError: Arguments cannot be read; all that is wrong is in it.
-        PropagationError: The layouts of the step cannot be propagated.
-        CompilationError: The compiler refuses all of them.
-        KeyboardInterrupt: Ctrl-C, before anything that fits was found.
-
-    >>> import jax, optax
-    >>> import penzai_shard as pzs
-    >>> def loss_fn(model, rng, state, x):
-    ...     return ((x @ model["w"]) ** 2).mean(), state, {}
-    >>> w = jax.ShapeDtypeStruct((512, 2048), "float32")
-    >>> choices = choose_layout(
-    ...     pzs.name_axes({"w": w}, {"w": ("embedding", "neurons")}),
-    ...     loss_fn,
-    ...     optax.sgd(0.1),
-    ...     devices="v5e:4",
-    ...     batch={"x": jax.ShapeDtypeStruct((4096, 512), "float32")},
-    ...     plain_arrays=True,
-    ...     compiled=1,
-    ... )
-    >>> choices.best.mesh_sizes
-    {'model': 4}
-    """
-    given = model, loss_fn, optimizer, batch, seq, plain_arrays, names, blocks
-    problem, on, options = _read_all(
-        lambda: read_problem(*given),
-        lambda: read_devices(devices, hardware, memory),
-        lambda: read_options(compiled, microbatches, rematerialise, keep),
-    )
-    meshes = mesh_shapes(on.hardware) if on.mesh_sizes is None else [on.mesh_sizes]
-    candidates = make_candidates(problem, meshes, **options)
-    question = f"{problem.words} on {on.words}"
-    pricing = Pricing(problem, on, candidates)
-    interrupted = False
-    try:
-        pricing.search(compiled, find_spec("rich") is not None if progress is None else progress)
-    except KeyboardInterrupt:
-        interrupted = True
-        if not pricing.rank():
-            raise
-    reasons = sorted((candidates.left_out + pricing.left_out).items())
-    left_out = [f"{n:,} tables left out: {why}" for why, n in reasons]
-    mistakes = [Mistake("", why) for why in left_out]
-    if not pricing.tables:
-        raise PlanError(f"there is no sane layout for {question}:", mistakes)
-    ranked = pricing.rank()
-    if not pricing.exact:
-        raise CompilationError(f"no layout for {question} can be compiled:", mistakes)
-    if not ranked:
-        fits = f"none of {len(candidates):,} layouts for {question} fits"
-        headline = f"{fits} into {bytes_text(on.memory)} on each device:"
-        raise NothingFitsError(headline, pricing.find_help())
-    return Choices(
-        tuple(each.against(ranked[0]) for each in ranked),
-        tuple(sorted((pricing.estimates | pricing.exact).values(), key=_rank)),
-        question,
-        on.memory,
-        sum(map(len, pricing.tables)),
-        pricing.find_gap(ranked[0]),
-        interrupted,
-        tuple(left_out),
-    )
-
-
-def _read_all(*readers: Callable[[], Any]) -> list[Any]:
-    """What each gives, or one error with what is wrong in all of them."""
-    found, errors = [], list[ShardingError]()
-    for read in readers:
-        try:
-            found.append(read())
-        except ShardingError as error:
-            errors.append(error)
-    if errors:
-        kind = type(errors[0]) if len(errors) == 1 else RuleTypeError
-        mistakes = itertools.chain(*(error.problems for error in errors))
-        raise kind("choose_layout cannot read what it was given:", mistakes)
-    return found
-
-
-def _rank(choice: Choice) -> tuple[Any, ...]:
-    """By time; of equal times what is simpler comes first, then what holds less."""
-    seconds, total, memory = choice.price
-    policy = str(choice.layout.rematerialise or "")
-    return seconds, total, choice.microbatches, policy, memory, choice.candidate.words
-
-
-def _way(candidate: Candidate) -> tuple[bool, str, int]:
-    """How a table is run: what is computed again, and in how many microbatches."""
-    layout, policy = candidate.layout, candidate.layout.rematerialise
-    return layout.reshard_after_forward, str(policy or ""), candidate.microbatches
-
-
-class Pricing:
-    """Candidates, and what is known of their prices; Ctrl-C leaves what there is.
-
-    Args:
-        problem: The step.
-        devices: The devices.
-        candidates: The candidates.
+    Attributes:
+        candidate: The layout, the mesh and the microbatches.
+        cost: What a step costs one device.
+        hardware: The devices.
+        priced_by: ``"compiled"``, ``"compiled (1 and 2 of 80 blocks)"``, or ``"estimated"``.
+        step_options: What the step is built with besides.
+        doubt: The part of the memory that has to stay free, by which ``memory`` may err.
+        pays: What takes longer than in the pick, and by how many seconds: the three that matter
+            most, then what it saves most, less than 0.
     """
 
-    def __init__(self, problem: Problem, devices: Devices, candidates: Sequence[Candidate]) -> None:
-        self.problem, self.devices = problem, devices
-        # The plainest come first, in whatever order they are given.
-        self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
-        self.prices, self.cut = Prices(problem), cut_model(problem)
-        self.doubt = 0.0 if self.cut is None else _IN_DOUBT
-        self.limit = (1 - self.doubt) * devices.memory
-        self.estimates: dict[int, Choice] = {}
-        self.exact: dict[int, Choice] = {}
-        tables: dict[Hashable, list[int]] = collections.defaultdict(list)
-        for number, each in enumerate(self.candidates):
-            tables[each.table].append(number)
-        stored = {own[0]: stored_bytes(problem, self.candidates[own[0]]) for own in tables.values()}
-        # If none can be stored, the leanest says by how much.
-        limit = max(devices.memory, min(stored.values(), default=0))
-        # Of a table's ways the last has the most microbatches, and so the least bound.
-        found = [
-            (bound(problem, self.candidates[own[-1]], devices.hardware), stored[own[0]], own)
-            for own in tables.values()
-            if stored[own[0]] <= limit
-        ]
-        self.bounds = {own[0]: least for least, _, own in found}
-        # Nothing is quicker; what is hardly slower is certain to be as good as any.
-        self.least = min(self.bounds.values(), default=0.0)
-        self.tables = [own for *_, own in sorted(found)]
-        # How many tables the step cannot be laid out by, by reason.
-        self.left_out: collections.Counter[str] = collections.Counter()
-        # What is kept for the backward pass, as a part of what is kept without a policy.
-        self.shares: dict[Hashable, float] = {}
+    candidate: Candidate
+    cost: StepCost
+    hardware: Hardware
+    priced_by: str
+    step_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    doubt: float = 0.0
+    pays: tuple[tuple[str, float], ...] = ()
 
-    def _kinds(self, number: int) -> list[Hashable]:
-        """What others have in common with it, whose estimates err alike; the closest first."""
-        candidate, (*policy, parts) = self.candidates[number], _way(self.candidates[number])
-        run = *policy, parts > 1
-        table = run, candidate.mesh_sizes, candidate.layout.compute
-        return [(*table, candidate.layout.parameters), table, run, ()]
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.candidate.layout
 
-    def _add(self, known: dict[int, Choice], number: int, cost: StepCost, how: str) -> Choice:
-        doubt = 0.0 if how == "compiled" else self.doubt
-        given = cost, self.devices.hardware, how, self.problem.step_options, doubt
-        known[number] = Choice(self.candidates[number], *given)
-        self.bar.advance()
-        self.bar.show(f"{len(self.estimates):,} estimated, {len(self.exact):,} compiled")
-        return known[number]
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The size of each mesh axis."""
+        return dict(self.candidate.mesh_sizes)
 
-    def estimate(self, number: int) -> Choice:
-        """The price of a candidate by propagation."""
-        if number in self.estimates:
-            return self.estimates[number]
-        cost = self.prices.price(self.candidates[number])
-        return self._add(self.estimates, number, cost, "estimated")
+    @property
+    def microbatches(self) -> int:
+        """In how many parts, one after the other, a batch is computed."""
+        return self.candidate.microbatches
 
-    def _is_possible(self, table: list[int]) -> bool:
-        """Whether the step can be laid out by a table: what flows in it has other lengths, too."""
-        try:
-            self.estimate(table[0])
-        except PlanError as error:
-            self.left_out[error.problems[0].what] += 1
-            self.tables.remove(table)
-            return False
-        return True
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """What a step takes time for."""
+        return step_time(self.cost, self.mesh_sizes, self.hardware)
 
-    def price_ways(self, most: int, error: float) -> None:
-        """Prices a way of each table, then the other ways of the quickest ones.
+    @property
+    def seconds(self) -> float:
+        """How long a step takes at least."""
+        return self.time.bound
 
-        Args:
-            most: So many are to fit before the rest counts for less.
-            error: What compiled steps hold, as a part of their estimates.
-        """
-        by_mesh = collections.defaultdict[Hashable, list[list[int]]](list)
-        for own in self.tables:
-            by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
-        turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
-        possible = (own for own in turns if own and self._is_possible(own))
-        tables = [*itertools.islice(possible, _TABLES * most)]
-        limit, fitting = self.limit / error, list[float]()
-        missed: list[tuple[float, int]] = []
-        for own in sorted(tables, key=lambda own: self.estimate(own[0]).price):
-            plain = self.estimate(own[0])
-            quickest = min(fitting, default=math.inf)
-            is_enough = plain.seconds > _SLOWER * quickest or self.is_certain(quickest)
-            if len(fitting) >= (most if is_enough else 2 * most):
-                break
-            for mode, group in itertools.groupby(own, key=lambda n: _way(self.candidates[n])[:2]):
-                ways, batch = [*group], plain.memory["activations"]
-                if mode not in self.shares:
-                    first = self.estimate(ways[0]).memory["activations"]
-                    self.shares[mode] = first / (batch or 1) * self.candidates[ways[0]].microbatches
-                for number in ways:
-                    kept = batch * self.shares[mode] / self.candidates[number].microbatches
-                    held = plain.memory_bytes - batch + kept
-                    if held <= limit and self.estimate(number).memory_bytes <= limit:
-                        fitting.append(self.estimate(number).seconds)
-                        break
-                else:
-                    missed.append((held, ways[-1]))
-        # Where few fit by estimates, others may fit after all.
-        for _, number in sorted(missed)[: max(most - len(fitting), 0)]:
-            self.estimate(number)
+    @property
+    def memory(self) -> Mapping[str, float]:
+        """The bytes that a device holds, by what they are for."""
+        return self.cost.memory
 
-    def is_certain(self, seconds: float) -> bool:
-        """Whether nothing can be quicker by more than a hair."""
-        return seconds <= self.least * (1 + CERTAIN)
+    @property
+    def memory_bytes(self) -> int:
+        """All that a device holds."""
+        return self.cost.memory_bytes
 
-    def search(self, most: int, shown: bool) -> None:
-        """Prices what may be best, and compiles what seems so."""
-        with show_progress(None, "layouts", shown) as self.bar, warnings.catch_warnings():
-            # A candidate that leaves much whole is nothing to warn of: it holds more.
-            warnings.simplefilter("ignore", ShardingWarning)
-            error = 1.0
-            # Twice, for estimates of memory are mostly wrong by one factor.
-            for _ in range(2):
-                self.price_ways(most, error)
-                numbers = sorted(self.estimates)
-                prices = [self.estimates[number].price for number in numbers]
-                kinds = [self._kinds(number) for number in numbers]
-                compile_lot = functools.partial(self.compile, numbers)
-                search(prices, kinds, compile_lot, self.limit, most, self.least)
-                if any(self.is_certain(each.seconds) for each in self.rank()):
-                    break
-                ratios = [
-                    x.price.memory / self.estimates[n].price.memory for n, x in self.exact.items()
-                ]
-                error = statistics.median(ratios or [1.0])
-            # What may fit is compiled with all blocks if there is nothing else, which takes long.
-            while not self.rank() and (left := self._find_doubtful()):
-                number = self.candidates.index(left[0].candidate)
-                del self.exact[number]
-                self.compile([number], [0], whole=True)
-            self._close_gap(_MOST * most)
+    @property
+    def needs(self) -> float:
+        """The memory that a device must have, with what is left free for doubt, in bytes."""
+        return self.memory_bytes / (1 - self.doubt)
 
-    def _close_gap(self, most: int) -> None:
-        """Compiles all that may be much quicker than the best, where that is not too many."""
-        for best in self.rank()[:1]:
-            tables = [x for x in self.tables if self.bounds[x[0]] * (1 + _GAP) < best.seconds]
-            left = [number for own in tables for number in own if number not in self.exact]
-            if len(self.exact) + len(left) <= most and all(map(self._is_possible, tables)):
-                self.compile(left, range(len(left)))
+    @property
+    def price(self) -> Price:
+        """What the search compares; sums in another order are still equal."""
+        figures = self.seconds, self.time.total, self.memory_bytes
+        return Price(*(float(f"{figure:.9g}") for figure in figures))
 
-    def compile(
-        self, numbers: Sequence[int], lot: Sequence[int], whole: bool = False
-    ) -> list[Price]:
-        """The prices of compiled steps, of a deep model by one and two of its blocks.
+    @functools.cached_property
+    def spending(self) -> dict[str, float]:
+        """The seconds for each thing that a step does, as if it did one after the other."""
+        spent = {"computing": self.time.compute, "updating the optimizer": self.time.update}
+        for line in self.cost.sent:
+            what = f"{_SENT[line.what]} over {' and '.join(line.mesh_axes)}"
+            one = step_time(StepCost(0.0, (line,), {}), self.mesh_sizes, self.hardware)
+            spent[what] = spent.get(what, 0.0) + one.send
+        return spent
 
-        Args:
-            numbers: The numbers of candidates.
-            lot: Which of these to compile.
-            whole: Whether to compile all blocks.
-        """
-        new = [numbers[i] for i in lot if numbers[i] not in self.exact]
-        some = [self.candidates[number] for number in new]
-        how = "compiled"
-        if self.cut is not None and not whole:
-            how = f"compiled (1 and 2 of {self.cut.blocks} blocks)"
-        for number, cost in zip(new, self._compile(some, whole), strict=True):
-            if cost is not None:
-                self._add(self.exact, number, cost, how)
-        # What the compiler refuses does not fit.
-        refused = Price(math.inf, math.inf, math.inf)
-        found = (self.exact.get(numbers[i]) for i in lot)
-        return [refused if each is None else each.price for each in found]
-
-    def _compile(self, some: Sequence[Candidate], whole: bool) -> list[StepCost | None]:
-        """What candidates cost, None of those that the compiler refuses."""
-        try:
-            return [*compile_candidates(self.problem, some, whole=whole)]
-        except CompilationError as error:
-            if len(some) > 1:
-                return [cost for one in some for cost in self._compile([one], whole)]
-            self.left_out[str(error).partition("\n")[0]] += 1
-            return [None]
-
-    def rank(self) -> list[Choice]:
-        """The compiled layouts that fit, the best first."""
-        fitting = [each for each in self.exact.values() if each.needs <= self.devices.memory]
-        return sorted(fitting, key=_rank)
-
-    def _find_doubtful(self) -> list[Choice]:
-        """Those that may fit, the best first."""
-        found = [x for x in self.exact.values() if x.memory_bytes <= self.devices.memory < x.needs]
-        return sorted(found, key=_rank)
-
-    def find_gap(self, best: Choice) -> float:
-        """By which part it is slower, at most, than what was not compiled."""
-        left = [self.bounds[own[0]] for own in self.tables if not self.exact.keys() >= {*own}]
-        least = min(left, default=best.seconds)
-        return max(best.seconds / least - 1, 0.0) if least else math.inf
-
-    def find_help(self) -> Iterator[Mistake]:
-        """What would help where nothing fits: devices, a smaller batch, another optimizer."""
-        near = min(self.exact.values(), key=lambda each: (each.memory_bytes, _rank(each)))
-        limit, hardware, need = self.devices.memory, self.devices.hardware, near.memory_bytes
-        what = (
-            f"the nearest needs {bytes_text(need)}, {bytes_text(need - limit)} too much: {near!r}"
+    def against(self, pick: "Choice") -> "Choice":
+        """The same with what it pays more for than the pick."""
+        keys = dict.fromkeys((*self.spending, *pick.spending))
+        more = [(key, self.spending.get(key, 0.0) - pick.spending.get(key, 0.0)) for key in keys]
+        more = sorted(
+            (pair for pair in more if abs(pair[1]) > _SMALL * pick.seconds),
+            key=lambda pair: (-pair[1], pair[0]),
         )
-        kind, count = hardware.name.partition(":")[0], hardware.device_count
-        count *= 2 ** math.ceil(math.log2(need / limit))
-        fix = "Take more of them."
-        with contextlib.suppress(MeshError):
-            fix = f"Write devices={Hardware.read(f'{kind}:{count}').name!r}."
-        yield Mistake("devices", what, fix)
-        batch = self.problem.sizes[self.problem.batch_axis]
-        grows = near.memory["activations"] + near.memory["inputs"]
-        if need - grows < limit:
-            smaller = batch // 2 ** math.ceil(math.log2(grows / (limit - need + grows)))
-            if smaller:
-                what = f"{bytes_text(grows)} of it are for the batch"
-                fix = f"Write batch={smaller}, or inputs with {self.problem.batch_axis!r} so long."
-                yield Mistake("batch", what, fix)
-        if need - near.memory["optimizer"] < limit:
-            what = f"{bytes_text(near.memory['optimizer'])} of it are kept by the optimizer"
-            yield Mistake("optimizer", what, "Write optimizer=optax.adafactor(1e-3).")
+        paid = [pair for pair in more if pair[1] > 0][:_MORE_SHOWN]
+        return dataclasses.replace(self, pays=(*paid, *(x for x in more[-1:] if x[1] < 0)))
+
+    def mesh(
+        self, devices: Sequence[jax.Device] | None = None, *, abstract: bool = False
+    ) -> AnyMesh:
+        """The mesh, over all devices if none are given; the arguments are those of ``make_mesh``.
+
+        Raises:
+            MeshError: There are more devices, or fewer.
+        """
+        return make_mesh(self.mesh_sizes, devices, abstract=abstract)
+
+    def build(
+        self,
+        initializer: Callable[..., Any],
+        *args: Any,
+        mesh: AnyMesh | None = None,
+        **options: Any,
+    ) -> tuple[TrainState, Any]:
+        """Builds the train state and its step with the microbatches, as ``Layout.build`` does.
+
+        Args:
+            initializer: A function that returns the model.
+            *args: Its arguments.
+            mesh: The mesh; by default ``choice.mesh()``.
+            **options: ``loss_fn``, ``optimizer`` and ``rng``, and the others of ``Layout.build``.
+
+        Raises:
+            PlanError, MeshError, RuleTypeError: As ``Layout.build``.
+        """
+        options = {"accumulate_steps": self.microbatches, **self.step_options, **options}
+        mesh = self.mesh() if mesh is None else mesh
+        return self.layout.build(initializer, *args, mesh=mesh, **options)
+
+    def to_toml(self) -> str:
+        """Layout, mesh and microbatches as the text of a file; ``Layout.read_toml`` reads it.
+
+        Raises:
+            RuleTypeError: The layout cannot be written; see ``Layout.to_toml``.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "layout.toml")
+            sizes, parts = self.mesh_sizes, self.microbatches
+            self.layout.to_toml(file, mesh_shape=sizes, microbatches=parts)
+            return f"# {self}\n{file.read_text('utf-8')}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes ``to_toml()`` to a file.
+
+        Raises:
+            RuleTypeError: The layout cannot be written; see ``Layout.to_toml``.
+        """
+        pathlib.Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        held = bytes_text(self.memory_bytes)
+        step = f"at least {seconds_text(self.seconds)} a step, {held}, {self.priced_by}"
+        return f"{self.candidate.words}; {step}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Choices(HasReport, Sequence[Choice]):
+    """The layouts of which compiled steps fit, the best first.
+
+    Attributes:
+        choices: The layouts.
+        priced: All that were priced, compiled or estimated, those that do not fit too.
+        question: What they are for: the inputs and the devices.
+        memory_limit: The bytes that a step may need on a device.
+        considered: How many layouts there are whose parameters and optimizer can be stored.
+        gap: By which part the pick is slower than the best of these at most, by these costs;
+            infinite where nothing bounds it.
+        interrupted: Whether Ctrl-C ended the search.
+        notes: What else is to be known.
+    """
+
+    choices: tuple[Choice, ...]
+    priced: tuple[Choice, ...]
+    question: str
+    memory_limit: int
+    considered: int
+    gap: float
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Choice:
+        """The pick."""
+        return self.choices[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.choices[index]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def report(self) -> Report:
+        """A row for each layout that fits, the best first, with what it pays more for than it."""
+        best, axes = self.best, dict.fromkeys(axis for each in self for axis in each.mesh_sizes)
+        columns = [Column("layout"), *(Column(name, "seconds") for name in ("step", "computing"))]
+        columns += [Column(f"over {axis}", "seconds") for axis in axes]
+        columns += [Column("updating", "seconds"), Column("memory", "bytes"), Column("priced")]
+        columns += [Column("pays more for", "detail")]
+        rows = []
+        for each in self:
+            time, over = each.time, [each.time.by_mesh_axis.get(axis) for axis in axes]
+            more = (f"{seconds_text(abs(n))} {_MORE[n > 0]} {what}" for what, n in each.pays)
+            pays = "; ".join(more) or None
+            figures = time.bound, time.compute, *over, time.update, each.memory_bytes
+            rows.append((each.candidate.words, *figures, each.priced_by, pays))
+        how = "the best so far (interrupted)" if self.interrupted else "the best"
+        step = f"{best.candidate.words}; at least {seconds_text(best.seconds)} a step"
+        held = f"{bytes_text(best.memory_bytes)} of {bytes_text(self.memory_limit)}"
+        layouts = f"{how} of {self.considered:,} layouts for {self.question}"
+        verdict = f"{layouts}: {step}, {held}, {best.priced_by}"
+        facts = {"mesh": best.mesh_sizes, "microbatches": best.microbatches, "gap": self.gap}
+        notes = [*self._explain(), *self.notes]
+        return Report("Choices", verdict, columns, rows, notes, facts=facts)
+
+    def _explain(self) -> Iterator[str]:
+        """Why the best is the pick, how sure that is, and what would change it."""
+        best = self.best
+        held = ", ".join(f"{bytes_text(n)} of {part}" for part, n in best.memory.items() if n)
+        yield f"A device holds {held}; it sends {_sent_text(best.cost.traffic)}."
+        others = (each for each in self if each.candidate.table != best.candidate.table)
+        if (second := next(others, None)) is not None:
+            more = second.memory_bytes - best.memory_bytes
+            sent = _sent_text(second.cost.traffic)
+            side = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'}"
+            yield f"The next best rules, {second.candidate.words}, hold {side} and send {sent}."
+        slower = "How much slower than the best is not bounded"
+        if self.gap < math.inf:
+            slower = f"At most {math.ceil(100 * self.gap)} % slower"
+        yield f"{slower}, by these costs, than any of {self.considered:,} layouts."
+
+        larger = [each for each in self.priced if each.needs > self.memory_limit]
+        quicker = [each for each in larger if each.seconds < (1 - _SMALL) * best.seconds]
+        time = best.time
+        if quicker:
+            near = min(quicker, key=lambda each: (each.needs, each.candidate.words))
+            lacks = bytes_text(near.needs - self.memory_limit)
+            word = "may" if near.priced_by == "estimated" else "would"
+            yield f"Memory limits: with {lacks} more on each device, this {word} fit: {near!r}."
+        elif time.send > max(time.compute, time.update):
+            axis = max(time.by_mesh_axis, key=lambda axis: time.by_mesh_axis[axis])
+            spent = best.spending
+            over = [x for x in spent if axis in x.partition(" over ")[2].split(" and ")]
+            most = max(over, key=lambda what: spent[what])
+            yield f"Sending over {axis!r} limits the step, mostly {most}."
+        else:
+            what = "Computing" if time.compute >= time.update else "Updating the optimizer"
+            yield f"{what} limits the step: more memory, or less to send, would change nothing."
+
+
+def _sent_text(traffic: Mapping[tuple[str, ...], float]) -> str:
+    texts = [f"{bytes_text(n)} over {' and '.join(axes)}" for axes, n in traffic.items() if n]
+    return ", ".join(texts) or "nothing"

@@ -144,7 +144,7 @@ def choose(
 
     MODEL is as for "plan". The exit status is 1 if no layout fits.
     """
-    from penzai_shard.choosing.choices import choose_layout
+    from penzai_shard.choosing.choose import choose_layout
     from penzai_shard.cli import inputs
     from penzai_shard.pretrained.families import model_of_config
     from penzai_shard.training.cross_entropy import cross_entropy

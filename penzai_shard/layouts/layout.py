@@ -232,8 +232,9 @@ class Layout(LayoutPresets, LayoutFiles):
         """What gathers all parameters in front of the loss, for ``build_eval_step_fn(gather=)``.
 
         It is for models whose blocks the layout does not know, so that ``recipe`` cannot gather
-        them block by block: dictionaries, modules of Equinox and of NNX. For all others it is None:
-        those of linen and Haliax have constraints of their own.
+        them block by block: dictionaries, modules of Equinox and of NNX, any with ``blocks=()``. It
+        is None where blocks are known, where nothing is to be gathered, and for models of linen and
+        Haliax, which have constraints of their own.
 
         Args:
             model: The model, concrete or abstract.

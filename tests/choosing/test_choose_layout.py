@@ -14,7 +14,7 @@ from flax import nnx
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.choosing import choices as choosing
+from penzai_shard.choosing import choose as choosing
 from penzai_shard.choosing.cost import Sent, StepCost
 from penzai_shard.errors import (
     CompilationError,
