@@ -181,9 +181,11 @@ def read_computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 def inline(computations: Mapping[str, list[Instruction]], name: str) -> dict[str, Instruction]:
     """The instructions of a computation, with those of its fusions in their place.
 
-    Tuples that are taken apart again are gone, and operands are arrays.
+    Tuples that are taken apart again are gone, and operands are arrays. What several fusions
+    compute for themselves, element by element, is there once.
     """
     found: dict[str, Instruction] = {}
+    copies: dict[Any, str] = {}
 
     def add(name: str, prefix: str, arguments: Sequence[Any]) -> Any:
         values: dict[str, Any] = {}
@@ -206,7 +208,11 @@ def inline(computations: Mapping[str, list[Instruction]], name: str) -> dict[str
                 else:
                     value = prefix + one.name
                     flat = tuple(jax.tree.leaves(operands))
-                    found[value] = dataclasses.replace(one, name=value, operands=flat)
+                    made = dataclasses.replace(one, name=value, operands=flat)
+                    if _COPIED.fullmatch(one.opcode):
+                        attributes = one.attributes.partition(", metadata=")[0]
+                        value = copies.setdefault((one.opcode, one.type, flat, attributes), value)
+                    found.setdefault(value, made)
             values[one.name] = value
             root = value if one.is_root else root
         return root
@@ -215,6 +221,9 @@ def inline(computations: Mapping[str, list[Instruction]], name: str) -> dict[str
     # What leaves the computation is used.
     found["root"] = Instruction("root", "", "root", tuple(jax.tree.leaves(root)), "")
     return found
+
+
+_COPIED = re.compile("add|bitcast|convert|copy|reshape|transpose")
 
 
 def read_parts(text: str) -> Iterator[tuple[dict[str, Instruction], int | None]]:

@@ -29,9 +29,8 @@ _BROADCAST = "stablehlo.broadcast_in_dim"
 # They write into what they take first.
 _UPDATES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
 # They give what they take in another form.
-_FORM = frozenset(
-    {"flow", "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard"}
-)
+_TRANSPOSE = "stablehlo.transpose"
+_FORM = frozenset({"flow", "stablehlo.convert", "stablehlo.reshape", _TRANSPOSE, "sdy.reshard"})
 # A part of what they give is made of the same parts of what they take.
 _ADD = "stablehlo.add"
 _LINEAR = _FORM | {_ADD, "stablehlo.negate", "stablehlo.subtract"}
@@ -300,7 +299,7 @@ class _Traffic:
         """Whether a sum is only added to another one, which compilers do before they sum both."""
         while [user.kind for user in self._find_users(value)] == [_ADD]:
             (added,) = self._find_users(value)
-            operands = [self._find_origin(operand) for operand in added.operands]
+            operands = [self._find_source(operand) for operand in added.operands]
             if not all(self._is_sum(operand, axes) for operand in operands):
                 return False
             if value != operands[0]:
@@ -313,16 +312,28 @@ class _Traffic:
         if maker is None or len(self._find_users(value)) > 1:
             return False
         if maker.kind == _ADD:
-            operands = map(self._find_origin, maker.operands)
+            operands = map(self._find_source, maker.operands)
             return all(self._is_sum(operand, axes) for operand in operands)
         return maker.kind == _REDUCE and maker.mesh_axes == axes
 
     def _find_users(self, value: int) -> list[Operation]:
-        """What takes a value, or the one other form of it."""
-        users = self._program.users[value]
+        """What takes a value, through other forms of it that are not transposed in the end."""
+        users = found = self._program.users[value]
+        turns = 0
         while len(users) == 1 and users[0].kind in _FORM and len(users[0].results) == 1:
+            turns += users[0].kind == _TRANSPOSE
             users = self._program.users[users[0].results[0]]
-        return users
+            found = found if turns % 2 else users
+        return found
+
+    def _find_source(self, value: int) -> int:
+        """The value that a value is another form of, not transposed."""
+        found, turns = value, 0
+        while (maker := self._program.makers.get(value)) is not None and maker.kind in _FORM:
+            turns += maker.kind == _TRANSPOSE
+            value = maker.operands[maker.results.index(value)]
+            found = found if turns % 2 else value
+        return found
 
     def _find_cuts(self, value: int) -> set[str]:
         """The mesh axes of which every use of a sum takes one device's part."""
