@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from penzai_shard.arrays.kinds import itemsize
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
-from penzai_shard.choosing.cost import Prices, Sent, StepCost
+from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
@@ -70,13 +70,15 @@ def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
     gone = [n for length, n in summed if length <= candidate.mesh.size]
     gone += [n for length, n in summed if is_one and length == examples > candidate.mesh.size]
     flops = step.flops - sum(gone)
-    sent = tuple(_find_sent(problem, candidate))
+    sent = collections.defaultdict[Any, float](float)
+    for mesh_axes, count in _find_sent(problem, candidate):
+        sent["", mesh_axes] += count
     held = {"optimizer": stored_bytes(problem, candidate, ["optimizer"])}
     return step_time(StepCost(flops / hardware.device_count, sent, held), sizes, hardware).bound
 
 
-def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
-    """What is sent for each parameter."""
+def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The bytes that are sent for each parameter, and the mesh axes."""
     sizes = dict(candidate.mesh_sizes)
     step, tables = _read_step(problem), read_tables(problem, candidate)
     in_use = {axis for axis, size in sizes.items() if size > 1}
@@ -106,7 +108,8 @@ def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[Sent]:
         for share, axes, kept in terms:
             parts, left = part_count(axes, sizes), share * size / part_count(kept, sizes)
             ordered = tuple(axis for axis in sizes if axis in axes)
-            yield Sent("", array.names, ordered, left * (parts - 1) / parts)
+            if ordered:
+                yield ordered, left * (parts - 1) / parts
 
 
 class _Step(NamedTuple):

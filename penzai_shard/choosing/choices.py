@@ -106,10 +106,10 @@ class Choice:
     def spending(self) -> dict[str, float]:
         """The seconds for each thing that a step does, as if it did one after the other."""
         spent = {"computing": self.time.compute, "updating the optimizer": self.time.update}
-        for line in self.cost.sent:
-            what = f"{_SENT[line.what]} over {' and '.join(line.mesh_axes)}"
-            one = step_time(StepCost(0.0, (line,), {}), self.mesh_sizes, self.hardware)
-            spent[what] = spent.get(what, 0.0) + one.send
+        for (what, mesh_axes), count in self.cost.sent.items():
+            alone = StepCost(0.0, {(what, mesh_axes): count}, {})
+            text = f"{_SENT[what]} over {' and '.join(mesh_axes)}"
+            spent[text] = step_time(alone, self.mesh_sizes, self.hardware).send
         return spent
 
     def against(self, pick: "Choice") -> "Choice":

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.cost import Sent, StepCost, extrapolate
+from penzai_shard.choosing.cost import StepCost, extrapolate
 from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.spmd import refuse_meshes
@@ -121,15 +121,15 @@ def _read_cost(candidate: Candidate, lowered: LoweredStep, program: compiler.Com
             count = wire_bytes(kind, part.payload_bytes, one.group_size) * (one.times or 1)
             # Groups that are not those of mesh axes may use all links.
             axes = tuple(sizes) if one.mesh_axes is None else one.mesh_axes
-            over_batch = not batch.isdisjoint(axes)
-            sent[*_read_kind(compiled.step, part, over_batch), axes] += count
-    lines = tuple(Sent(*reason, bytes=n) for reason, n in sent.items() if n)  # type: ignore[misc]
+            if count:
+                over_batch = not batch.isdisjoint(axes)
+                sent[_read_kind(compiled.step, part, over_batch), axes] += count
     in_bytes = {name: float(count) for name, count in memory.items()}
-    return StepCost(float(_count_flops(compiled.program)), lines, in_bytes)
+    return StepCost(float(_count_flops(compiled.program)), dict(sent), in_bytes)
 
 
-def _read_kind(step: LoweredStep, part: Part, over_batch: bool) -> tuple[str, tuple[Any, ...]]:
-    """What a collective moves, and its logical axes if it is of an array of the state."""
+def _read_kind(step: LoweredStep, part: Part, over_batch: bool) -> str:
+    """What a collective moves."""
     path = part.moves.rpartition(" of ")[2]
     array = next((x for x in step.arguments if x.path == path), None)
     is_gradient = part.moves.startswith("gradient of ")
@@ -138,10 +138,10 @@ def _read_kind(step: LoweredStep, part: Part, over_batch: bool) -> tuple[str, tu
         # What layers pass on, down to a table of embeddings, is not the gradient of that.
         array = None
     if part.phase == "optimizer" or (array and array.part == "optimizer state"):
-        return "optimizer", tuple((array and array.names) or ())
+        return "optimizer"
     if array is None or array.part != "parameters":
-        return "activation", ()
-    return "gradient" if is_gradient else "parameter", tuple(array.names or ())
+        return "activation"
+    return "gradient" if is_gradient else "parameter"
 
 
 # An array that is handed on.

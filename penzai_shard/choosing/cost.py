@@ -9,7 +9,7 @@ scattered, and sums that are only added are added before they are reduced.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from penzai_shard.arrays.structure import Leaf
@@ -43,21 +43,9 @@ _PARTS = {"params": "parameters", "opt_state": "optimizer"}
 _PHASES = ("forward", "backward", "update")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """What a device sends in a step, of one kind and over the same mesh axes.
-
-    Attributes:
-        what: ``"parameter"``, ``"gradient"``, ``"optimizer"`` or ``"activation"``.
-        names: The logical axes of what is moved, as far as they are known.
-        mesh_axes: The mesh axes that it goes over, in the mesh's order.
-        bytes: What one device sends in a whole step.
-    """
-
-    what: str
-    names: tuple[Any, ...]
-    mesh_axes: tuple[str, ...]
-    bytes: float
+# The bytes that a device sends, by what they are, "parameter", "gradient", "optimizer" or
+# "activation", and by the mesh axes that they go over, in the mesh's order.
+Sent = Mapping[tuple[str, tuple[str, ...]], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +55,13 @@ class StepCost:
     Attributes:
         flops: Floating point operations of products and convolutions; a multiplication and an
             addition are two.
-        sent: What it sends.
+        sent: The bytes that it sends, by what they are and the mesh axes.
         memory: The bytes that it holds where it holds most, by what they are for:
             ``"parameters"``, ``"optimizer"``, ``"gradients"``, ``"activations"``, ``"inputs"``.
     """
 
     flops: float
-    sent: tuple[Sent, ...]
+    sent: Sent
     memory: Mapping[str, float]
 
     @property
@@ -84,7 +72,10 @@ class StepCost:
     @property
     def traffic(self) -> dict[tuple[str, ...], float]:
         """The bytes that are sent over each set of mesh axes."""
-        return _sum((line.mesh_axes, line.bytes) for line in self.sent)
+        found = collections.defaultdict[tuple[str, ...], float](float)
+        for (_, mesh_axes), count in self.sent.items():
+            found[mesh_axes] += count
+        return dict(found)
 
 
 def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
@@ -95,9 +86,9 @@ def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
         two: That with two.
         blocks: How many there are.
 
-    >>> one, two = (StepCost(flops, (), {"parameters": 2.0}) for flops in (5.0, 7.0))
+    >>> one, two = (StepCost(flops, {}, {"parameters": 2.0}) for flops in (5.0, 7.0))
     >>> extrapolate(one, two, 11)
-    StepCost(flops=25.0, sent=(), memory={'parameters': 2.0})
+    StepCost(flops=25.0, sent={}, memory={'parameters': 2.0})
     """
 
     def extend(first: Mapping[Any, float], second: Mapping[Any, float]) -> dict[Any, float]:
@@ -108,16 +99,7 @@ def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
         return lines
 
     flops = extend({"": one.flops}, {"": two.flops})[""]
-    by_reason = (
-        _sum(((line.what, line.names, line.mesh_axes), line.bytes) for line in cost.sent)
-        for cost in (one, two)
-    )
-    return StepCost(flops, _write_lines(extend(*by_reason)), extend(one.memory, two.memory))
-
-
-def _write_lines(by_reason: Mapping[Any, float]) -> tuple[Sent, ...]:
-    lines = (Sent(what, names, axes, n) for (what, names, axes), n in by_reason.items() if n)
-    return tuple(lines)
+    return StepCost(flops, extend(one.sent, two.sent), extend(one.memory, two.memory))
 
 
 # Prices
@@ -178,7 +160,7 @@ def price_program(program: DeviceProgram) -> StepCost:
         else:
             traffic.add(each, each.times)
     problems.raise_if_any(PropagationError)
-    return StepCost(flops, _write_lines(traffic.lines), held)
+    return StepCost(flops, dict(traffic.sent), held)
 
 
 def _first_piece(leaf: Leaf) -> str:
@@ -212,15 +194,15 @@ class _Traffic:
     """What the collectives of a program send.
 
     Attributes:
-        lines: Bytes by what is sent, its logical axes and the mesh axes.
+        sent: See ``StepCost``.
     """
 
     def __init__(self, program: DeviceProgram) -> None:
-        self.lines: dict[Any, float] = collections.defaultdict(float)
+        self.sent: dict[Any, float] = collections.defaultdict(float)
         self._program = program
         self._gathered: set[Any] = set()
-        self._names: dict[tuple[int, ...], tuple[Any, ...]] = {
-            tuple(sorted(leaf.shape)): tuple(leaf.names or ())
+        self._shapes = {
+            tuple(sorted(leaf.shape))
             for leaf in program.arguments.values()
             if _first_piece(leaf) == "params"
         }
@@ -239,9 +221,10 @@ class _Traffic:
             # Shardy gathers in front of a barrier, once for all; compilers behind it, once more.
             users = program.users[each.results[0]]
             count += times * sum(user.kind == BARRIER for user in users)
-        reason = self._describe(each)
+        what = self._describe(each)
         for axes, size in self._find_bytes(each):
-            self.lines[*reason, axes] += size * count
+            if axes and size:
+                self.sent[what, axes] += size * count
 
     def _find_origin(self, value: int, *, moved: bool = False) -> int:
         """The value that a value is another form of, or that was moved before."""
@@ -259,20 +242,18 @@ class _Traffic:
             return not self._program.values[source].shape or self._is_constant(source)
         return maker is not None and maker.kind in _CONSTANTS
 
-    def _describe(self, each: Operation) -> tuple[str, tuple[Any, ...]]:
-        """What is moved, and its logical axes if they are known."""
+    def _describe(self, each: Operation) -> str:
+        """What is moved."""
         program, phase = self._program, _find_phase(each)
         leaf = program.arguments.get(self._find_origin(each.operands[0], moved=True))
         if leaf is not None:
-            what = {"params": "parameter", "opt_state": "optimizer"}.get(_first_piece(leaf))
-            return what or "activation", tuple(leaf.names or ())
+            what = {"params": "parameter", "opt_state": "optimizer"}
+            return what.get(_first_piece(leaf), "activation")
+        if phase == "update":
+            return "parameter" if each.kind == _GATHER else "gradient"
         # A gradient has the dimensions of its parameter, in some order.
         shape = tuple(sorted(program.values[each.results[0]].shape))
-        alike = self._names.get(shape)
-        if phase == "update":
-            return "parameter" if each.kind == _GATHER else "gradient", alike or ()
-        is_gradient = phase == "backward" and alike is not None
-        return ("gradient", alike or ()) if is_gradient else ("activation", ())
+        return "gradient" if phase == "backward" and shape in self._shapes else "activation"
 
     def _find_bytes(self, each: Operation) -> list[tuple[tuple[str, ...], float]]:
         """What one device sends, by mesh axes."""
@@ -442,10 +423,3 @@ def _find_roots(program: DeviceProgram) -> list[int]:
                 if not is_new and not _is_gathered_behind(program, each, operand):
                     roots[value] = roots[operand]
     return roots
-
-
-def _sum(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
-    found: dict[Any, float] = collections.defaultdict(float)
-    for key, number in pairs:
-        found[key] += number
-    return dict(found)

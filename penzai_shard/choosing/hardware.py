@@ -312,8 +312,8 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     Raises:
         MeshError: The mesh has another number of devices.
 
-    >>> from penzai_shard.choosing.cost import Sent, StepCost
-    >>> sent = (Sent("parameter", (), ("data",), 5e10),)
+    >>> from penzai_shard.choosing.cost import StepCost
+    >>> sent = {("parameter", ("data",)): 5e10}
     >>> cost = StepCost(flops=1.97e14, sent=sent, memory={"optimizer": 8.19e9})
     >>> time = step_time(cost, {"data": 8, "model": 4}, Hardware.read("v5e:32"))
     >>> time.compute, time.send, time.update, time.bound

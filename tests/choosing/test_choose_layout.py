@@ -15,7 +15,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.choosing import choose as choosing
-from penzai_shard.choosing.cost import Sent, StepCost
+from penzai_shard.choosing.cost import StepCost
 from penzai_shard.errors import (
     CompilationError,
     NothingFitsError,
@@ -44,11 +44,11 @@ def cost(candidate):
         "inputs": GIB / 1024,
         "activations": kept * GIB / data / candidate.microbatches,
     }
-    sent = [Sent("gradient", ("a",), ("data",), 1e9 * data / model)] if data > 1 else []
-    sent += [Sent("parameter", ("a",), ("data",), 2e9)] if is_split else []
-    sent += [Sent("activation", (), ("model",), 1e9 * model)] if model > 1 else []
+    sent = {("gradient", ("data",)): 1e9 * data / model} if data > 1 else {}
+    sent |= {("parameter", ("data",)): 2e9} if is_split else {}
+    sent |= {("activation", ("model",)): 1e9 * model} if model > 1 else {}
     flops = 4e12 * (1.3 if layout.rematerialise == "nothing" else 1.0)
-    return StepCost(flops, tuple(sent), memory)
+    return StepCost(flops, sent, memory)
 
 
 @dataclasses.dataclass
@@ -139,7 +139,7 @@ def test_choose_layout_looks_at_a_mesh_whose_first_table_is_slow(fakes):
         is_quick = dict(candidate.mesh_sizes) == {"data": 8}
         is_first = "embedding" in str(candidate.layout.parameters)
         factor = (100 if is_first else 0.1) if is_quick else 1
-        return dataclasses.replace(found, flops=found.flops * factor, sent=())
+        return dataclasses.replace(found, flops=found.flops * factor, sent={})
 
     fakes.exact = fakes.estimate = slow_first
     fakes.bound = lambda problem, candidate, hardware: (
@@ -151,7 +151,7 @@ def test_choose_layout_looks_at_a_mesh_whose_first_table_is_slow(fakes):
 
 
 def test_choose_layout_ranks_equal_times_by_what_is_simpler(fakes):
-    fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, (), cost(candidate).memory)
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, {}, cost(candidate).memory)
     best = choose().best
     assert (best.microbatches, best.layout.rematerialise) == (1, None)
 
@@ -239,7 +239,7 @@ def test_choose_layout_where_nothing_fits_gives_fixes_that_help(fakes):
     held, examples = {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0}, 64
 
     def grow(candidate):
-        return StepCost(1e12, (), held | {"activations": 8 * GIB * examples / 64})
+        return StepCost(1e12, {}, held | {"activations": 8 * GIB * examples / 64})
 
     fakes.exact = fakes.estimate = grow
     with pytest.raises(NothingFitsError) as caught:
@@ -279,7 +279,7 @@ def test_what_nothing_bounds_has_no_certificate(fakes):
     assert found.gap == math.inf
     assert "not bounded" in str(found)
     nothing = dict.fromkeys(("parameters", "optimizer", "inputs", "activations"), 0.0)
-    fakes.exact = fakes.estimate = lambda candidate: StepCost(0.0, (), nothing)
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(0.0, {}, nothing)
     assert "limits the step" in str(choose())
 
 
@@ -308,7 +308,7 @@ def test_choose_layout_leaves_memory_free_where_one_and_two_blocks_were_compiled
 def test_choose_layout_compiles_all_blocks_of_what_alone_may_fit(fakes, held, fits):
     fakes.blocks = 80
     memory = {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0, "activations": held * GIB}
-    fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, (), memory)
+    fakes.exact = fakes.estimate = lambda candidate: StepCost(1e12, {}, memory)
     if fits:
         found = choose(memory="10GiB")
         assert [each.priced_by for each in found] == ["compiled"]

@@ -67,11 +67,11 @@ def test_one_and_two_blocks_say_what_all_cost(name):
 
 
 def test_all_blocks_hold_no_less_than_one(monkeypatch):
-    costs = iter([StepCost(n, (), {"activations": held}) for n, held in ((1.0, 9.0), (2.0, 7.0))])
+    costs = iter([StepCost(n, {}, {"activations": held}) for n, held in ((1.0, 9.0), (2.0, 7.0))])
     monkeypatch.setattr(compiled, "_read_cost", lambda *_: next(costs))
     monkeypatch.setattr(compiled.compiler, "compile_bytecode", lambda *_: None)
     (cost,) = compile_candidates(problem(), [Candidate(MESH, LAYOUTS["two_dimensional"])])
-    assert cost == StepCost(float(BLOCKS), (), {"activations": 9.0})
+    assert cost == StepCost(float(BLOCKS), {}, {"activations": 9.0})
 
 
 def count_products(again):
@@ -92,14 +92,13 @@ def test_flops_are_those_of_the_products_of_the_model(name, again):
 
 
 def test_what_is_sent_says_what_it_is():
-    sent = {(x.what, x.names, x.mesh_axes): x.bytes for x in costs(False)["two_dimensional"].sent}
+    sent = costs(False)["two_dimensional"].sent
     # Of neurons split in two, three of four parts of 32 x 64 floats, in each block twice.
     part = BLOCKS * 3 / 4 * 32 * 64 * 4 / 2
     for what in ("parameter", "gradient"):
-        assert sent[what, ("embedding", "neurons"), ("data",)] >= 2 * part
-        assert sent[what, ("neurons", "embedding"), ("data",)] >= part
+        assert sent[what, ("data",)] >= 3 * part
     # Layers give each other activations, and their gradients.
-    assert {what for what, _, axes in sent if axes == ("model",)} == {"activation"}
+    assert {what for what, axes in sent if axes == ("model",)} == {"activation"}
 
 
 def read_plain(weights, loss_fn, **inputs):
@@ -128,15 +127,9 @@ def test_of_a_function_gradients_are_told_from_what_is_passed_on():
     }
     tokens = jax.ShapeDtypeStruct((16, 12), "int32")
     cost = compile_plain(read_plain(weights, loss_fn, tokens=tokens), neurons="model")
-    sent = {(x.names, x.mesh_axes): x.bytes for x in cost.sent if x.what == "gradient"}
-    # In a ring of four 3/2 of what is summed.
-    assert sent == {
-        (("vocabulary", "embedding"), ("data",)): 3 / 2 * 40 * 32 * 4,
-        (("embedding", "neurons"), ("data",)): 3 / 2 * 32 * 32 * 4,
-        (("neurons", "embedding"), ("data",)): 3 / 2 * 32 * 32 * 4,
-    }
-    # Sums over the neurons forward, and over those of what goes back: 4 x 12 x 32 floats each.
-    assert cost.traffic["model",] == 2 * 4 * 12 * 32 * 4
+    # In a ring of four 3/2 of what is summed; two of three are split in two.
+    gradients = {axes: count for (what, axes), count in cost.sent.items() if what == "gradient"}
+    assert gradients == {("data",): 3 / 2 * 4 * (40 * 32 + 32 * 32 + 32 * 32)}
 
 
 def test_flops_of_convolutions_leave_out_what_lies_between_elements():
@@ -173,9 +166,11 @@ def test_bfloat16_is_sent_and_held_as_such():
     dtypes = ({}, {"parameter_dtype": jnp.bfloat16, "activation_dtype": jnp.bfloat16})
     full, half = (compile_candidates(problem(1, **own), [layout])[0] for own in dtypes)
     assert half.flops == full.flops
-    # Losses are in float32, and so are logits.
-    sent = [sum(x.bytes for x in cost.sent if "neurons" in x.names) for cost in (full, half)]
-    assert sent[1] == sent[0] / 2
+    # Logits are in float32, and so may be what makes them.
+    logits = 3 / 4 * SIZES["embedding"] * SIZES["vocabulary"] / 8 * 4
+    for what in ("parameter", "gradient"):
+        sent = [cost.sent[what, ("data",)] for cost in (full, half)]
+        assert sent[0] / 2 <= sent[1] <= sent[0] / 2 + 2 * logits
     assert half.memory["activations"] < 0.75 * full.memory["activations"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import mesh_utils
 
 import penzai_shard as pzs
-from penzai_shard.choosing.cost import Sent, StepCost
+from penzai_shard.choosing.cost import StepCost
 from penzai_shard.choosing.hardware import Hardware, read_devices, step_time
 from penzai_shard.inspection.topologies import mesh_bandwidths
 from tests.refusals import problem_paths, problems_of
@@ -177,7 +177,7 @@ def test_read_devices_refuses_what_it_cannot_read(given, error, paths):
 
 def test_step_time_is_the_longest_of_three():
     hardware = Hardware.read("v5e:32")
-    sent = Sent("gradient", (), ("data",), 25 * GB), Sent("activation", (), ("model",), 5 * GB)
+    sent = {("gradient", ("data",)): 25 * GB, ("activation", ("model",)): 5 * GB}
     cost = StepCost(98.5e12, sent, {"optimizer": 81.9 * GB, "parameters": 1e15})
     time = step_time(cost, {"data": 8, "model": 4}, hardware)
     assert (time.compute, time.send, time.update) == (0.5, 0.5, 0.2)
@@ -186,6 +186,6 @@ def test_step_time_is_the_longest_of_three():
 
 
 def test_step_time_of_simulated_devices_is_the_sum():
-    cost = StepCost(15e9, (Sent("gradient", (), ("data",), 1.25 * GB),), {"optimizer": 0.875e9 / 2})
+    cost = StepCost(15e9, {("gradient", ("data",)): 1.25 * GB}, {"optimizer": 0.875e9 / 2})
     time = step_time(cost, {"data": 8}, Hardware.read("cpu:8"))
     assert (time.bound, time.compute) == (3.0, 1.0)
