@@ -91,6 +91,7 @@ def find_roles(
 
     split: dict[str, tuple[Any, ...]] = {}
     whole: dict[str, tuple[Any, ...]] = {}
+    every: dict[str, tuple[Any, ...]] = {}
     notes: list[str] = []
     for role in ROLES:
         axes, over = axes_of_role(role, names), mesh_axes_of(role, tables.values())
@@ -106,6 +107,7 @@ def find_roles(
             notes.append(_vocabulary_note(chosen, present, over, parts))
         split[role] = tuple(name for axis in chosen for name in own[axis]) if over else ()
         whole[role] = tuple(name for x in present if x not in chosen for name in own[x])
+        every[role] = tuple(name for x in present for name in own[x])
 
     def resolve(rule: Rule) -> list[Rule]:
         role: Any = rule.logical_axis
@@ -114,6 +116,8 @@ def find_roles(
         if not split[role] and not rule.optional and role not in names:
             # A rule of the user's own, for an axis that no parameter has, or that keeps one whole.
             return [rule]
+        if not rule.mesh_axes:
+            return [dataclasses.replace(rule, logical_axis=name) for name in every[role]]
         kept = [dataclasses.replace(rule, logical_axis=name) for name in split[role]]
         return kept + [Rule(name, ()) for name in whole[role]]
 

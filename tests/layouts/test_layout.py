@@ -13,6 +13,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
+from penzai_shard.rules import Rule
 from tests.layouts.transformers import build_llama, loss_fn
 from tests.refusals import problem_paths, problems_of
 
@@ -110,6 +111,15 @@ def test_names_say_what_a_model_calls_its_axes():
     assert tuple(specs(plan)["up0.weights"]) == ("data", "model")
     batch = layout.shard_batch({"x": pz.nx.ones({"examples": 8, "embed": 8})}, TWO)
     assert tuple(batch["x"].data_array.sharding.spec) == ("data",)
+
+
+def test_a_role_that_stays_whole_does_under_the_names_of_a_model():
+    def specs(axis, **options):
+        rules = [Rule(axis, ()), Rule(None, ("data",))]
+        plan = Layout(parameters=rules, compute={}, **options).plan(build_blocks(), EIGHT)
+        return {leaf.path: leaf.spec for leaf in plan.leaves}
+
+    assert specs("neurons", names={"neurons": "mlp"}) == specs("mlp") != specs("other")
 
 
 def test_experts_come_before_their_neurons():
