@@ -16,29 +16,29 @@ BUDGETS = {
     "jax_internals": 175,
     "reports": 468,
     "readers": 400,
-    "arrays": 520,
-    "planning": 585,
+    "arrays": 485,
+    "planning": 562,
     "placement": 570,
-    "propagation": 750,
+    "propagation": 680,
     "processes": 290,
     "layers": 1650,
     "surgery": 1480,
     "training": 1080,
     "fitting": 480,
-    "layouts": 680,
+    "layouts": 685,
     "checkpoints": 1960,
     "pretrained": 850,
-    "inspection": 2440,
-    "causes": 650,
-    "findings": 685,
-    "views": 435,
+    "inspection": 2330,
+    "causes": 635,
+    "findings": 660,
+    "views": 420,
     "naming": 1320,
-    "choosing": 1800,
-    "cli": 465,
+    "choosing": 1980,
+    "cli": 430,
 }
 # Without the tolerance of rooms. The package is to come to 20,000 and the tests to 18,000:
-# propagation and choosing are to be shortened.
-PACKAGE_BUDGET, TESTS_BUDGET = 21_100, 18_400
+# choosing, inspection and checkpoints are to be shortened.
+PACKAGE_BUDGET, TESTS_BUDGET = 21_050, 18_250
 TOLERANCE = 1.05
 MOST_FUNCTION_LINES, MOST_FILE_LINES, MOST_MODULES = 60, 500, 18
 
