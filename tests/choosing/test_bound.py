@@ -12,11 +12,16 @@ from penzai_shard.choosing.candidates import Candidate, make_candidates
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.problem import read_problem
+from tests.choosing.models import read_weights
 
 HARDWARE = Hardware.read("v5e:4")
 LINK = 50e9
 WITHOUT = {"vocabulary": None, "names": {"heads": None}}
 TENSOR_PARALLEL = pzs.Layout.tensor_parallel(**WITHOUT)
+LAYERS = {
+    "up": {"embedding": 512, "neurons": 2048},
+    "down": {"neurons": 2048, "embedding": 512},
+}
 # Two weights of float32.
 WEIGHTS = 2 * 512 * 2048 * 4
 
@@ -38,27 +43,17 @@ def make_mlp():
 
 def make_weights():
     """The same of plain weights, and a table of which few rows are looked up."""
-    names = {
-        "table": ("vocabulary", "embedding"),
-        "up": ("embedding", "neurons"),
-        "down": ("neurons", "embedding"),
-        # Told apart from the table by nothing but what is done with it.
-        "head": ("vocabulary", "embedding"),
-    }
-    lengths = {"vocabulary": 8192, "embedding": 512, "neurons": 2048}
-    shapes = {
-        path: jax.ShapeDtypeStruct(tuple(lengths[axis] for axis in axes), "float32")
-        for path, axes in names.items()
-    }
 
-    def loss_fn(model, rng, state, tokens):
-        x = model["table"][tokens]
-        x = x + jnp.tanh(x @ model["up"]) @ model["down"]
-        return ((x @ model["head"].T) ** 2).mean(), state, {}
+    def loss(w, tokens):
+        x = w["table"][tokens]
+        x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        return ((x @ w["head"].T) ** 2).mean()
 
-    tokens = {"tokens": jax.ShapeDtypeStruct((8,), "int32")}
-    model = pzs.name_axes(shapes, names)
-    return read_problem(model, loss_fn, optax.adam(1e-3), tokens, plain_arrays=True)
+    table = {"vocabulary": 8192, "embedding": 512}
+    # The head is told apart from the table by nothing but what is done with it.
+    weights = {"table": table, **LAYERS, "head": table}
+    tokens = jax.ShapeDtypeStruct((8,), "int32")
+    return read_weights(loss, weights, tokens, optax.adam(1e-3))
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +102,8 @@ def test_bound_between_hosts_is_that_of_their_network(mlp):
 
 def test_bound_of_much_computing_is_that_of_its_operations():
     """Three products of 2 x 64 x 512 x 2048 for each of two weights, but the first input's."""
-
-    def loss_fn(model, rng, state, x):
-        return (jnp.tanh(x @ model["up"]) @ model["down"]).mean(), state, {}
-
-    shapes = {"up": (512, 2048), "down": (2048, 512)}
-    weights = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-    names = {"up": ("embedding", "neurons"), "down": ("neurons", "embedding")}
-    x = {"x": jax.ShapeDtypeStruct((65_536, 512), "float32")}
-    model = pzs.name_axes(weights, names)
-    problem = read_problem(model, loss_fn, optax.sgd(0.1), x, plain_arrays=True)
+    x = jax.ShapeDtypeStruct((65_536, 512), "float32")
+    problem = read_weights(lambda w, x: (jnp.tanh(x @ w["up"]) @ w["down"]).mean(), LAYERS, x)
     candidate = Candidate((("data", 4),), pzs.Layout.data_parallel(blocks=()))
     flops = 5 * 2 * 65_536 * 512 * 2048 / 4
     assert bound(problem, candidate, HARDWARE) == pytest.approx(flops / HARDWARE.flops, rel=1e-6)
@@ -135,16 +122,11 @@ def test_bound_of_one_example_at_a_time_counts_no_gradients_of_weights(mlp):
 
 def make_small(loss, optimizer=None):
     """Two weights, of which a loss may use less than all."""
-    shapes = {"up": (512, 2048), "down": (2048, 512)}
-    weights = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-    names = {"up": ("embedding", "neurons"), "down": ("neurons", "embedding")}
-    x = {"x": jax.ShapeDtypeStruct((64, 512), "float32")}
-
-    def loss_fn(model, rng, state, x):
-        return (loss(model["up"], model["down"], x) ** 2).mean(), state, {}
-
-    model, given = pzs.name_axes(weights, names), optimizer or optax.adam(1e-3)
-    return read_problem(model, loss_fn, given, x, plain_arrays=True)
+    x = jax.ShapeDtypeStruct((64, 512), "float32")
+    return read_weights(
+        lambda w, x: (loss(w["up"], w["down"], x) ** 2).mean(),
+        *(LAYERS, x, optimizer or optax.adam(1e-3)),
+    )
 
 
 def half(x):

@@ -7,7 +7,6 @@ import jax
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
@@ -18,41 +17,27 @@ from penzai_shard.choosing.candidates import (
     stored_bytes,
 )
 from penzai_shard.choosing.hardware import Hardware
-from penzai_shard.choosing.problem import read_problem
 from penzai_shard.layouts.axis_roles import mesh_axes_of
-from tests.models import llama
+from tests.choosing.models import read_llama, read_weights
 from tests.refusals import problem_paths, problems_of
 
-MESHES = [{"data": 8}, {"data": 4, "model": 2}]
+GRID = {"data": 4, "model": 2}
+MESHES = [{"data": 8}, GRID]
+UP = {"embedding": 128, "neurons": 512}
+MLP = {"up": UP, "down": {"neurons": 512, "embedding": 128}}
 
 
-def loss_fn(model, rng, state, tokens):
-    return pzs.cross_entropy(model(tokens), tokens), state, {}
-
-
-def make_problem(batch=16, seq=32, optimizer=None, **changes):
-    model = pzs.abstract_model(llama, **changes)
-    return read_problem(model, loss_fn, optimizer or optax.adamw(1e-3), batch, seq)
-
-
-def weights_problem(batch=8, optimizer=None, names=None, **weights):
+def read_total(weights, optimizer=None):
     """A step of named weights, which has no layers."""
-    shapes = {
-        key: jax.ShapeDtypeStruct(tuple(axes.values()), "float32") for key, axes in weights.items()
-    }
-    model = pzs.name_axes(shapes, {key: tuple(axes) for key, axes in weights.items()})
-
-    def loss_fn(model, rng, state, x):
-        return sum(w.sum() for w in model.values()) + x.sum(), state, {}
-
-    x = {"x": jax.ShapeDtypeStruct((batch, 4), "float32")}
-    optimizer = optimizer or optax.sgd(0.1)
-    return read_problem(model, loss_fn, optimizer, x, plain_arrays=True, names=names)
+    x = jax.ShapeDtypeStruct((8, 4), "float32")
+    return read_weights(
+        lambda w, x: sum(own.sum() for own in w.values()) + x.sum(), weights, x, optimizer
+    )
 
 
 @pytest.fixture(scope="module")
 def problem():
-    return make_problem()
+    return read_llama(multiplier=2)
 
 
 @pytest.fixture(scope="module")
@@ -68,37 +53,34 @@ def layouts_on(found, **mesh_sizes):
     ]
 
 
+def axes_over(found, axis):
+    """The mesh axes that activations are split over by a logical axis."""
+    return {mesh_axes_of(axis, [each.layout.compute]) for each in found}
+
+
 # What there is
 
 
-def test_make_candidates_has_the_presets(on_hosts):
-    one_axis = layouts_on(on_hosts, data=8)
-    layout = pzs.Layout
-    assert layout.data_parallel() in one_axis
-    # Arrays of this model are too small to be split by their largest dimension.
-    assert layout.tensor_parallel(vocabulary="model") in layouts_on(on_hosts, data=4, model=2)
-    assert layout.sequence_parallel(vocabulary=None) in layouts_on(on_hosts, data=4, model=2)
-
-
-def test_make_candidates_has_the_presets_of_large_arrays():
-    problem = weights_problem(
-        up={"embedding": 128, "neurons": 512}, down={"neurons": 512, "embedding": 128}
-    )
-    found = make_candidates(
-        problem, [{"data": 8}, {"replica": 2, "data": 4}, {"data": 4, "model": 2}]
-    )
-    options = {"blocks": (), "vocabulary": None}
-    assert pzs.Layout.zero1(**options) in layouts_on(found, data=8)
-    assert pzs.Layout.fully_sharded(**options) in layouts_on(found, data=8)
-    assert pzs.Layout.hybrid(**options) in layouts_on(found, replica=2, data=4)
+@pytest.mark.parametrize(
+    ("is_large", "mesh_sizes", "preset", "options"),
+    [
+        (False, {"data": 8}, pzs.Layout.data_parallel, {}),
+        (False, GRID, pzs.Layout.tensor_parallel, {"vocabulary": "model"}),
+        (False, GRID, pzs.Layout.sequence_parallel, {"vocabulary": None}),
+        # Arrays of the transformer are too small to be split by their largest dimension.
+        (True, {"data": 8}, pzs.Layout.zero1, {"blocks": (), "vocabulary": None}),
+        (True, {"data": 8}, pzs.Layout.fully_sharded, {"blocks": (), "vocabulary": None}),
+        (True, {"replica": 2, "data": 4}, pzs.Layout.hybrid, {"blocks": (), "vocabulary": None}),
+    ],
+)
+def test_make_candidates_has_the_presets(problem, is_large, mesh_sizes, preset, options):
+    found = make_candidates(read_total(MLP) if is_large else problem, [mesh_sizes])
+    assert preset(**options) in layouts_on(found, **mesh_sizes)
 
 
 def test_make_candidates_of_a_small_model_counted_by_hand():
     """Neurons over ``model``; stored as used, by the embedding, or by the largest dimension."""
-    problem = weights_problem(
-        up={"embedding": 128, "neurons": 512}, down={"neurons": 512, "embedding": 128}
-    )
-    found = make_candidates(problem, [{"data": 4, "model": 2}], microbatches=(1,))
+    found = make_candidates(read_total(MLP), [GRID], microbatches=(1,))
     specs = [
         (
             each.layout.parameters.spec(("embedding", "neurons"), (128, 512), each.mesh),
@@ -115,7 +97,7 @@ def test_make_candidates_of_a_small_model_counted_by_hand():
 
 def test_make_candidates_has_each_once_and_in_one_order(problem, on_hosts):
     meshes = mesh_shapes(Hardware.read("h100:2x4"))
-    again = make_candidates(make_problem(), meshes, microbatches=(1, 4))
+    again = make_candidates(read_llama(multiplier=2), meshes, microbatches=(1, 4))
     assert len({each.words for each in on_hosts}) == len(on_hosts)
     assert [each.words for each in again] == [each.words for each in on_hosts]
 
@@ -155,20 +137,8 @@ def test_make_candidates_has_steps_that_can_be_built(problem, on_hosts):
 
 def test_make_candidates_of_a_wide_model_on_many_devices():
     """Llama 3 70B, of which one block says as much as 80."""
-    config = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=8,
-        query_head_multiplier=8,
-        embedding_dim=8192,
-        projection_dim=128,
-        mlp_hidden_dim=28_672,
-        num_decoder_blocks=1,
-        vocab_size=128_256,
-        mlp_variant="swiglu",
-        tie_embedder_and_logits=False,
-    )
-    build = llamalike_common.build_llamalike_transformer
-    model = pzs.abstract_model(build, config, jax.random.key(0))
-    problem = read_problem(model, loss_fn, optax.adamw(1e-3), 256, 2048)
+    sizes = {"embedding": 8192, "projection": 128, "neurons": 28_672, "vocabulary": 128_256}
+    problem = read_llama(256, 2048, optax.adamw(1e-3), heads=8, multiplier=8, **sizes)
     found = make_candidates(problem, mesh_shapes(Hardware.read("v5e:256")))
     assert (len(found), len({each.table for each in found})) == (4086, 341)
 
@@ -177,10 +147,10 @@ def test_make_candidates_of_a_wide_model_on_many_devices():
 
 
 def test_make_candidates_counts_what_does_not_divide():
-    problem = make_problem(kv_heads=3, multiplier=1)
-    found = make_candidates(problem, [{"data": 4, "model": 2}])
+    problem = read_llama(heads=3)
+    found = make_candidates(problem, [GRID])
     assert found
-    assert all(not mesh_axes_of("heads", [each.layout.compute]) for each in found)
+    assert axes_over(found, "heads") == {()}
     ((reason, count),) = found.left_out.items()
     assert "'heads' (3)" in reason
     # Heads with or without neurons and vocabulary, by 5 ways to store parameters and optimizer.
@@ -188,7 +158,7 @@ def test_make_candidates_counts_what_does_not_divide():
 
 
 def test_make_candidates_counts_meshes_that_do_not_divide_the_batch():
-    found = make_candidates(make_problem(batch=4), MESHES, microbatches=(1, 2))
+    found = make_candidates(read_llama(batch=4, multiplier=2), MESHES, microbatches=(1, 2))
     assert {each.mesh_sizes for each in found} == {(("data", 4), ("model", 2))}
     assert {each.microbatches for each in found} == {1}
     assert sum(found.left_out.values()) == 1
@@ -203,8 +173,8 @@ def test_make_candidates_counts_meshes_that_do_not_divide_the_batch():
     ],
 )
 def test_make_candidates_says_why_there_are_none(keep, reason):
-    problem = weights_problem(up={"embedding": 128, "neurons": 512})
-    found = make_candidates(problem, [{"data": 4, "model": 2}], keep=keep)
+    problem = read_total({"up": UP})
+    found = make_candidates(problem, [GRID], keep=keep)
     assert (len(found), [*found.left_out]) == (0, [reason])
 
 
@@ -240,7 +210,7 @@ def specs_of(problem, each):
     ],
 )
 def test_make_candidates_keeps_what_is_decided_of_parameters(problem, keep, axis, over):
-    options = {"meshes": [{"data": 4, "model": 2}], "rematerialise": [None], "microbatches": [1]}
+    options = {"meshes": [GRID], "rematerialise": [None], "microbatches": [1]}
     free = make_candidates(problem, **options)
     found = make_candidates(problem, keep=keep, **options)
     assert all(stored_axes(problem, each, axis) == over for each in found)
@@ -249,19 +219,30 @@ def test_make_candidates_keeps_what_is_decided_of_parameters(problem, keep, axis
     assert [specs_of(problem, each) for each in found] == kept != []
 
 
-def test_make_candidates_keeps_what_is_decided_of_activations(problem):
-    meshes = [{"data": 4, "model": 2}]
-    for keep, has_sequence in (({"seq": "model"}, True), ({"seq": None}, False)):
-        found = make_candidates(problem, meshes, keep=keep)
-        assert {each.layout.between_blocks is not None for each in found} == {has_sequence}
-    over = ("data", "model")
-    found = make_candidates(problem, meshes, keep={"batch": over})
-    assert {mesh_axes_of("batch", [each.layout.compute]) for each in found} == {over}
+@pytest.mark.parametrize(("over", "has_sequence"), [("model", True), (None, False)])
+def test_make_candidates_keeps_what_is_decided_of_the_sequence(problem, over, has_sequence):
+    found = make_candidates(problem, [GRID], keep={"seq": over})
+    assert {each.layout.between_blocks is not None for each in found} == {has_sequence}
+
+
+@pytest.mark.parametrize(
+    ("mesh_sizes", "keep", "over"),
+    [
+        (GRID, {"batch": ("data", "model")}, {("data", "model")}),
+        # Mesh axes of other names are tried for batch and model.
+        ({"x": 4, "y": 2}, {}, {("x", "y"), ("x",), ("y",), ()}),
+        ({"x": 4, "y": 2}, {"batch": "y"}, {("y",)}),
+        # What is for the neurons is not for the batch.
+        ({"x": 4, "y": 2}, {"neurons": "y"}, {("x",), ()}),
+    ],
+)
+def test_make_candidates_splits_the_batch_over(problem, mesh_sizes, keep, over):
+    assert axes_over(make_candidates(problem, [mesh_sizes], keep=keep), "batch") == over
 
 
 @pytest.mark.parametrize("axis", ["embedding", "embed"])
 def test_make_candidates_keeps_an_axis_of_another_name_whole(axis):
-    problem = weights_problem(up={"embed": 512, "mlp": 128})
+    problem = read_total({"up": {"embed": 512, "mlp": 128}})
     found = make_candidates(problem, [{"data": 8}], keep={axis: None})
     assert {P(), P(None, "data")} == {
         read_tables(problem, each)["parameters"].spec(("embed", "mlp"), (512, 128), each.mesh)
@@ -271,10 +252,7 @@ def test_make_candidates_keeps_an_axis_of_another_name_whole(axis):
 
 @pytest.mark.parametrize("axis", ["embedding", "batch"])
 def test_make_candidates_keeps_mesh_axes_in_the_order_of_the_mesh(axis):
-    problem = weights_problem(
-        up={"embedding": 128, "neurons": 512}, down={"neurons": 512, "embedding": 128}
-    )
-    meshes = mesh_shapes(Hardware.read("h100:2x4"))
+    problem, meshes = read_total(MLP), mesh_shapes(Hardware.read("h100:2x4"))
     one, other = (
         [each.words for each in make_candidates(problem, meshes, keep={axis: over})]
         for over in (("data", "replica"), ("replica", "data"))
@@ -283,21 +261,10 @@ def test_make_candidates_keeps_mesh_axes_in_the_order_of_the_mesh(axis):
 
 
 def test_make_candidates_uses_all_mesh_axes_where_the_batch_keeps_one():
-    problem = weights_problem(up={"embedding": 128, "neurons": 512})
+    problem = read_total({"up": UP})
     meshes = [{"data": 8}, {"replica": 2, "data": 4}]
     found = make_candidates(problem, meshes, keep={"batch": "replica"})
-    assert {mesh_axes_of("neurons", [each.layout.compute]) for each in found} == {("data",)}
-
-
-def test_make_candidates_tries_mesh_axes_of_other_names_for_batch_and_model(problem):
-    def batches(**options):
-        found = make_candidates(problem, [{"x": 4, "y": 2}], **options)
-        return {mesh_axes_of("batch", [each.layout.compute]) for each in found}
-
-    assert batches() == {("x", "y"), ("x",), ("y",), ()}
-    assert batches(keep={"batch": "y"}) == {("y",)}
-    # What is for the neurons is not for the batch.
-    assert batches(keep={"neurons": "y"}) == {("x",), ()}
+    assert axes_over(found, "neurons") == {("data",)}
 
 
 def test_make_candidates_leaves_out_meshes_without_a_mesh_axis_that_is_kept(problem):
@@ -334,15 +301,15 @@ def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, 
     ],
 )
 def test_make_candidates_splits_models_with_other_names(weights):
-    problem = weights_problem(**weights)
-    found = make_candidates(problem, [{"data": 4, "model": 2}])
+    problem = read_total(weights)
+    found = make_candidates(problem, [GRID])
     wide = tuple(weights["up"]), tuple(weights["up"].values())
     specs = {read_tables(problem, each)["parameters"].spec(*wide, each.mesh) for each in found}
     assert {P(None, "model"), P("data", "model")} <= specs
 
 
 def test_make_candidates_refuses_policies_of_blocks_that_there_are_not():
-    problem = weights_problem(up={"embedding": 64, "neurons": 512})
+    problem = read_total({"up": UP})
     call = make_candidates, problem, MESHES
     assert problem_paths(pzs.RuleTypeError, *call, rematerialise=["dots"]) == ["rematerialise"]
 
@@ -371,13 +338,13 @@ def test_mesh_shapes(name, shapes):
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3), optax.sgd(0.1)])
 def test_stored_bytes_are_those_of_the_plan(optimizer):
-    problem = weights_problem(
-        optimizer=optimizer,
-        up={"embedding": 256, "neurons": 512},
-        down={"neurons": 512, "embedding": 256},
-        norm={"embedding": 256},
-    )
-    found = make_candidates(problem, [{"data": 4, "model": 2}], microbatches=(1,))
+    weights = {
+        "up": {"embedding": 256, "neurons": 512},
+        "down": {"neurons": 512, "embedding": 256},
+        "norm": {"embedding": 256},
+    }
+    problem = read_total(weights, optimizer)
+    found = make_candidates(problem, [GRID], microbatches=(1,))
     assert len(found) == 5
     for each in found:
         _, state, _ = problem.build(each)
