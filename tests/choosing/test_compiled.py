@@ -3,22 +3,19 @@
 import dataclasses
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import penzai_shard as pzs
 from penzai_shard.choosing import compiled
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import StepCost
-from penzai_shard.choosing.problem import read_problem
 from penzai_shard.errors import CompilationError, PlanError
 from penzai_shard.layouts.layout import Layout
-from tests.layouts.transformers import build_llama
+from tests.choosing.models import read_llama, read_weights
+from tests.refusals import problem_paths
 
 BLOCKS, BATCH, SEQ = 4, 16, 32
 SIZES = {"embedding": 32, "heads": 4, "projection": 8, "neurons": 64, "vocabulary": 128}
@@ -39,14 +36,9 @@ LAYOUTS = {
 MESH = (("data", 4), ("model", 2))
 
 
-def token_loss(model, rng, state, tokens):
-    return pzs.cross_entropy(model(tokens), tokens), state, {}
-
-
 @functools.cache
 def problem(blocks=BLOCKS, **options):
-    model = pzs.abstract_model(build_llama, blocks=blocks, **SIZES, **options)
-    return read_problem(model, token_loss, optax.adam(1e-3), BATCH, SEQ)
+    return read_llama(BATCH, SEQ, blocks=blocks, **SIZES, **options)
 
 
 @functools.cache
@@ -101,63 +93,51 @@ def test_what_is_sent_says_what_it_is():
     assert {what for what, axes in sent if axes == ("model",)} == {"activation"}
 
 
-def read_plain(weights, loss_fn, **inputs):
-    names = {path: own for path, (_, own) in weights.items()}
-    model = {path: jax.ShapeDtypeStruct(shape, "float32") for path, (shape, _) in weights.items()}
-    model = pzs.name_axes(model, names)
-    return read_problem(model, loss_fn, optax.sgd(0.1), inputs, plain_arrays=True)
-
-
-def compile_plain(problem, **rules):
+def compile_plain(loss, weights, x, **rules):
     layout = Layout(parameters=rules, compute={"batch": "data", **rules}, blocks=())
-    (cost,) = compile_candidates(problem, [Candidate(MESH, layout)])
+    (cost,) = compile_candidates(read_weights(loss, weights, x), [Candidate(MESH, layout)])
     return cost
 
 
 def test_of_a_function_gradients_are_told_from_what_is_passed_on():
-    def loss_fn(model, rng, state, tokens):
-        x = model["table"][tokens]
-        x = x + jax.nn.gelu(x @ model["up"]) @ model["down"]
-        return (x**2).mean(), state, {}
+    def loss(w, tokens):
+        x = w["table"][tokens]
+        return ((x + jax.nn.gelu(x @ w["up"]) @ w["down"]) ** 2).mean()
 
     weights = {
-        "table": ((40, 32), ("vocabulary", "embedding")),
-        "up": ((32, 64), ("embedding", "neurons")),
-        "down": ((64, 32), ("neurons", "embedding")),
+        "table": {"vocabulary": 40, "embedding": 32},
+        "up": {"embedding": 32, "neurons": 64},
+        "down": {"neurons": 64, "embedding": 32},
     }
     tokens = jax.ShapeDtypeStruct((16, 12), "int32")
-    cost = compile_plain(read_plain(weights, loss_fn, tokens=tokens), neurons="model")
+    cost = compile_plain(loss, weights, tokens, neurons="model")
     # In a ring of four 3/2 of what is summed; two of three are split in two.
     gradients = {axes: count for (what, axes), count in cost.sent.items() if what == "gradient"}
     assert gradients == {("data",): 3 / 2 * 4 * (40 * 32 + 32 * 32 + 32 * 32)}
 
 
 def test_flops_of_convolutions_leave_out_what_lies_between_elements():
-    def loss_fn(model, rng, state, x):
+    def loss(w, x):
         for path in ("first", "second"):
             dims = ("NHWC", "HWIO", "NHWC")
-            x = jax.lax.conv_general_dilated(x, model[path], (2, 2), "VALID", None, None, dims)
-        return (x**2).mean(), state, {}
+            x = jax.lax.conv_general_dilated(x, w[path], (2, 2), "VALID", None, None, dims)
+        return (x**2).mean()
 
-    weights = {
-        "first": ((2, 2, 4, 8), (None, None, "in", "mid")),
-        "second": ((2, 2, 8, 16), (None, None, "mid", "out")),
-    }
-    cost = compile_plain(read_plain(weights, loss_fn, x=np.ones((8, 16, 16, 4), "f4")))
+    taps = {"rows": 2, "columns": 2}
+    weights = {"first": taps | {"in": 4, "mid": 8}, "second": taps | {"mid": 8, "out": 16}}
+    cost = compile_plain(loss, weights, np.ones((8, 16, 16, 4), "f4"))
     first, second = 2 * (8 * 8 * 8) * (2 * 2 * 4 * 8), 2 * (8 * 4 * 4) * (2 * 2 * 8 * 16)
     # Images have no gradient. Over the model axis nothing is split.
     assert cost.flops * 4 == 2 * first + 3 * second
 
 
 def test_flops_in_a_loop_count_as_often_as_it_runs():
-    def loss_fn(model, rng, state, x):
-        def run(x, w):
-            return x + jnp.tanh(x @ w), None
+    def loss(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w["w"])
+        return (x**2).mean()
 
-        return (jax.lax.scan(run, x, model["w"])[0] ** 2).mean(), state, {}
-
-    weights = {"w": ((6, 16, 16), ("layers", "embedding", "out"))}
-    cost = compile_plain(read_plain(weights, loss_fn, x=np.ones((8, 16), "f4")))
+    weights = {"w": {"layers": 6, "embedding": 16, "out": 16}}
+    cost = compile_plain(loss, weights, np.ones((8, 16), "f4"))
     assert cost.flops * 4 == 3 * 6 * 2 * 8 * 16 * 16
 
 
@@ -180,17 +160,9 @@ def test_what_is_computed_again_is_not_held():
     assert again.memory["activations"] < 0.25 * every.memory["activations"]
 
 
-class Dense(eqx.Module):
-    layer: eqx.nn.Linear
-
-
 def dense_problem():
-    def loss_fn(model, rng, state, x):
-        return (jax.vmap(model.layer)(x) ** 2).mean(), state, {}
-
-    model = Dense(eqx.nn.Linear(8, 16, use_bias=False, key=jax.random.key(0)))
-    model = pzs.name_axes(model, {"layer/weight": ("neurons", "embedding")})
-    return read_problem(model, loss_fn, optax.sgd(0.1), {"x": np.ones((1024, 8), "f4")})
+    weights, x = {"w": {"neurons": 16, "embedding": 8}}, np.ones((1024, 8), "f4")
+    return read_weights(lambda w, x: ((x @ w["w"].T) ** 2).mean(), weights, x)
 
 
 def test_more_devices_than_there_are_are_simulated():
@@ -204,9 +176,9 @@ def test_more_devices_than_there_are_are_simulated():
 
 def test_a_candidate_that_cannot_be_laid_out_is_refused():
     layout = Layout(parameters={"embedding": ("data", "model")}, compute={"batch": "data"})
-    with pytest.raises(PlanError) as caught:
-        compile_candidates(dense_problem(), [Candidate((("data", 2), ("model", 8)), layout)])
-    assert caught.value.problems[0].path == "layer/weight"
+    candidate = Candidate((("data", 2), ("model", 8)), layout)
+    call = compile_candidates, dense_problem(), [candidate]
+    assert problem_paths(PlanError, *call) == ["w"]
 
 
 def test_what_the_compiler_says_is_an_error_of_ours(monkeypatch):

@@ -19,39 +19,19 @@ from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps
 from penzai_shard.errors import PropagationError
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.propagation.partition import MarkedProgram
-from tests.layouts.transformers import build_llama
+from tests.choosing.models import read_llama, read_weights
 
 WIDE, LONG = (("data", 2), ("model", 4)), (("data", 8),)
 BATCH = {"batch": "data"}
 SPLIT = {"neurons": "model", "heads": "model", "vocabulary": "model"}
 SMALL = {"embedding": 64, "heads": 4, "projection": 8, "neurons": 256, "vocabulary": 128}
+TOKENS = jax.ShapeDtypeStruct((16, 32), "int32")
 LARGEST = pzs.fully_sharded("data", min_size=1)
-
-
-def token_loss(model, rng, state, tokens):
-    return pzs.cross_entropy(model(tokens), tokens), state, {}
-
-
-def read_weights(loss, names, lengths, batch=16, seq=32, optimizer=None):
-    """A step of plain weights in a dictionary, ``loss(weights, tokens)``."""
-
-    def loss_fn(model, rng, state, tokens):
-        weights = {name: array.unwrap(*names[name]) for name, array in model.items()}
-        return loss(weights, tokens), state, {}
-
-    shapes = {
-        name: jax.ShapeDtypeStruct([lengths[axis] for axis in axes], "float32")
-        for name, axes in names.items()
-    }
-    tokens = {"tokens": jax.ShapeDtypeStruct((batch, seq), "int32")}
-    model = pzs.name_axes(shapes, names)
-    return read_problem(model, loss_fn, optimizer or optax.sgd(0.1), tokens)
 
 
 @functools.cache
 def llama():
-    model = pzs.abstract_model(build_llama, multiplier=2, **SMALL)
-    return read_problem(model, token_loss, optax.adam(1e-3), 16, 32)
+    return read_llama(multiplier=2, **SMALL)
 
 
 @functools.cache
@@ -66,12 +46,12 @@ def neurons():
         )
         return (y**2).mean()
 
-    names = {
-        "table": ("vocabulary", "embedding"),
-        "up": ("neurons", "embedding"),
-        "down": ("embedding", "neurons"),
+    weights = {
+        "table": {"vocabulary": 128, "embedding": 32},
+        "up": {"neurons": 128, "embedding": 32},
+        "down": {"embedding": 32, "neurons": 128},
     }
-    return read_weights(loss, names, {"vocabulary": 128, "embedding": 32, "neurons": 128})
+    return read_weights(loss, weights, TOKENS)
 
 
 @functools.cache
@@ -84,8 +64,11 @@ def logits():
         losses = optax.softmax_cross_entropy_with_integer_labels(x @ w["head"], tokens)
         return losses.mean()
 
-    names = {"table": ("vocabulary", "embedding"), "head": ("embedding", "vocabulary")}
-    return read_weights(loss, names, {"vocabulary": 2048, "embedding": 16}, batch=128, seq=4)
+    weights = {
+        "table": {"vocabulary": 2048, "embedding": 16},
+        "head": {"embedding": 16, "vocabulary": 2048},
+    }
+    return read_weights(loss, weights, jax.ShapeDtypeStruct((128, 4), "int32"))
 
 
 @functools.cache
@@ -100,13 +83,12 @@ def scanned():
         losses = optax.softmax_cross_entropy_with_integer_labels(x @ w["table"].T, tokens)
         return losses.mean()
 
-    names = {
-        "table": ("vocabulary", "embedding"),
-        "up": ("layers", "embedding", "neurons"),
-        "down": ("layers", "neurons", "embedding"),
+    weights = {
+        "table": {"vocabulary": 256, "embedding": 64},
+        "up": {"layers": 3, "embedding": 64, "neurons": 256},
+        "down": {"layers": 3, "neurons": 256, "embedding": 64},
     }
-    lengths = {"vocabulary": 256, "embedding": 64, "neurons": 256, "layers": 3}
-    return read_weights(loss, names, lengths, seq=8, optimizer=optax.adamw(1e-3))
+    return read_weights(loss, weights, jax.ShapeDtypeStruct((16, 8), "int32"), optax.adamw(1e-3))
 
 
 def whole(parameters, **options):
@@ -157,14 +139,14 @@ def test_price_of_a_deep_model_is_that_of_all_its_blocks():
 
     def loss_fn(model, rng, state, x):
         for w in model:
-            x = x + jnp.tanh(x @ w["up"].unwrap(*names["up"])) @ w["down"].unwrap(*names["down"])
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
         return (x**2).mean(), state, {}
 
     x = jax.ShapeDtypeStruct((32, 64), "float32")
-    problem = read_problem(model, loss_fn, optax.adam(1e-3), {"x": x})
+    problem = read_problem(model, loss_fn, optax.adam(1e-3), {"x": x}, plain_arrays=True)
     candidate = Candidate(LONG, whole(LARGEST))
     deep = Prices(problem).price(candidate)
-    all_blocks = price_program(MarkedSteps(problem, model).place(candidate))
+    all_blocks = price_program(MarkedSteps(problem, problem.model).place(candidate))
     assert deep.flops == all_blocks.flops == (6 * 2 * 3 - 1) * 2 * 4 * 64**2
     assert deep.memory["optimizer"] == all_blocks.memory["optimizer"]
     assert deep.traffic == pytest.approx(all_blocks.traffic)

@@ -7,22 +7,17 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.problem import read_problem
 from penzai_shard.choosing.spmd import MarkedSteps
 from penzai_shard.errors import PlanError
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.propagation.partition import MarkedProgram
-from tests.layouts.transformers import build_llama
+from tests.choosing.models import read_llama
 
 WIDE, LONG = (("data", 4), ("model", 2)), (("data", 8),)
 BATCH, STORED = {"batch": "data"}, {"embedding": "data"}
 HEADS = {"neurons": "model", "heads": "model"}
 SPLIT = HEADS | {"vocabulary": "model"}
 LARGEST = pzs.fully_sharded("data", min_size=1)
-
-
-def token_loss(model, rng, state, tokens):
-    return pzs.cross_entropy(model(tokens), tokens), state, {}
 
 
 def lay(stored, compute, **options):
@@ -52,9 +47,8 @@ CANDIDATES = {
 
 def make_steps(batch, optimizer=None):
     sizes = {"embedding": 16, "heads": 4, "projection": 4, "neurons": 32, "vocabulary": 64}
-    model = pzs.abstract_model(build_llama, multiplier=2, **sizes)
-    problem = read_problem(model, token_loss, optimizer or optax.adam(1e-3), batch, 8)
-    return problem, MarkedSteps(problem, model)
+    problem = read_llama(batch, 8, optimizer, multiplier=2, **sizes)
+    return problem, MarkedSteps(problem, problem.model)
 
 
 @pytest.fixture(scope="module")
