@@ -30,6 +30,8 @@ _SENT = {
 # A smaller part of a step is not worth a word.
 _SMALL = 0.005
 _MORE_SHOWN = 3
+# A bound that is further below says nothing.
+_MOST_GAP = 2.0
 _MORE = {True: "more", False: "less"}
 
 
@@ -251,8 +253,8 @@ class Choices(HasReport, Sequence[Choice]):
             sent = _sent_text(second.cost.traffic)
             side = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'}"
             yield f"The next best rules, {second.candidate.words}, hold {side} and send {sent}."
-        slower = "How much slower than the best is not bounded"
-        if self.gap < math.inf:
+        slower = "How much slower is not bounded"
+        if self.gap < _MOST_GAP:
             slower = f"At most {math.ceil(100 * self.gap)} % slower"
         yield f"{slower}, by these costs, than any of {self.considered:,} layouts."
 
@@ -263,7 +265,9 @@ class Choices(HasReport, Sequence[Choice]):
             near = min(quicker, key=lambda each: (each.needs, each.candidate.words))
             lacks = bytes_text(near.needs - self.memory_limit)
             word = "may" if near.priced_by == "estimated" else "would"
-            yield f"Memory limits: with {lacks} more on each device, this {word} fit: {near!r}."
+            free = f", of all {100 * near.doubt:.0f} % free" if near.doubt else ""
+            needed = f"with {lacks} more on each device{free}"
+            yield f"Memory limits: {needed}, this {word} fit: {near!r}."
         elif time.send > max(time.compute, time.update):
             axis = max(time.by_mesh_axis, key=lambda axis: time.by_mesh_axis[axis])
             spent = best.spending

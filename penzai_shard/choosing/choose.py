@@ -90,7 +90,7 @@ def choose_layout(
             dimension of a plain one is the batch.
         seq: The number of tokens of an example.
         memory: What a step may need on a device, in bytes or as ``"14GiB"``; by default what
-            programs can have.
+            programs can have. Accelerators are meant: simulated devices hold bfloat16 in 4 bytes.
         keep: What is decided: logical axis to mesh axis, to several, or to None for whole.
         hardware: What a mesh or a number is of: ``"v5e"``. ``"cpu"`` are simulated devices.
         names: As for ``Layout``.
@@ -150,7 +150,7 @@ def choose_layout(
         if not pricing.rank():
             raise
     reasons = sorted((candidates.left_out + pricing.left_out).items())
-    left_out = [f"{n:,} tables left out: {why}" for why, n in reasons]
+    left_out = [f"{n:,} table{'s' * (n > 1)} left out: {why}" for why, n in reasons]
     mistakes = [Mistake("", why) for why in left_out]
     if not pricing.tables:
         raise PlanError(f"there is no sane layout for {question}:", mistakes)

@@ -68,7 +68,7 @@ class Hardware:
         {'data': 50000000000.0, 'model': 450000000000.0}
         """
         headline = f"there is no hardware {name!r}:"
-        kind, _, numbers = str(name).partition(":")
+        kind, _, numbers = str(name).lower().partition(":")
         is_number = _NUMBERS.fullmatch(numbers) is not None
         if kind not in _FIGURES or not is_number:
             near = nearest(kind, _FIGURES)
@@ -86,7 +86,11 @@ class Hardware:
             shape = hosts, shape[0] // hosts
         elif kind in topologies.SLICES and len(shape) == 1:
             slices = topologies.SLICES[kind].all_shapes()
-            shape = next((each for each in slices if math.prod(each) == shape[0]), shape)
+            chosen = min(slices, key=lambda each: abs(math.prod(each) - shape[0]))
+            if math.prod(chosen) != shape[0]:
+                what, fix = "there is no slice of so many", f"Write '{kind}:{math.prod(chosen)}'."
+                raise MeshError(headline, [Problem("", what, fix)])
+            shape = chosen
 
         size = "x".join(map(str, shape))
         # Which GPUs they are is known here; a description of them is for compilers.
@@ -320,14 +324,16 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     (1.0, 1.0, 0.02, 1.0)
     """
     rates, shares = hardware.bandwidths(mesh_sizes), share_out(cost.traffic, mesh_sizes)
+    send = topologies.least_time(shares, mesh_sizes, rates)
     by_mesh_axis = dict.fromkeys(mesh_sizes, 0.0)
     for axes, sent in shares.items():
         for axis in axes:
             by_mesh_axis[axis] += sent / sum(rates[each] for each in axes)
     return StepTime(
         cost.flops / hardware.flops,
-        topologies.least_time(shares, mesh_sizes, rates),
+        send,
         2 * cost.memory.get("optimizer", 0.0) / hardware.memory_bandwidth,
-        by_mesh_axis,
+        # By the best division none is busy for longer.
+        {axis: min(seconds, send) for axis, seconds in by_mesh_axis.items()},
         hardware.overlaps,
     )

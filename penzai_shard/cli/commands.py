@@ -154,13 +154,17 @@ def choose(
         return loss, state, {"loss": loss}
 
     update = inputs.read_object(optimizer if ":" in optimizer else f"optax:{optimizer}")
-    choices = choose_layout(
-        inputs.read_model(model) if ":" in model else model_of_config(model),
-        inputs.read_object(loss) if loss else predict_tokens,
-        update if ":" in optimizer else update(1e-3),
-        keep={rule.logical_axis: rule.mesh_axes for rule in inputs.read_rules(keep).rules},
-        **options,
-    )
+    try:
+        choices = choose_layout(
+            inputs.read_model(model) if ":" in model else model_of_config(model),
+            inputs.read_object(loss) if loss else predict_tokens,
+            update if ":" in optimizer else update(1e-3),
+            keep={rule.logical_axis: rule.mesh_axes for rule in inputs.read_rules(keep).rules},
+            **options,
+        )
+    except KeyboardInterrupt:
+        print("interrupted before a layout that fits was compiled", file=sys.stderr)
+        sys.exit(130)
     print(choices.to_json() if as_json else choices)
     if out:
         choices.best.save(out)

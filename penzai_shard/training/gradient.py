@@ -28,6 +28,10 @@ from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
 optax = require("optax", extra="train")
 
 
+# Written below the error of a loss function that takes the arrays of a dictionary for plain ones.
+_NAMED = "The loss function got named arrays. Write plain_arrays=True, and it gets plain ones."
+
+
 class Shardings(NamedTuple):
     """Where parameters lie, and where their gradients and updates are computed, by path."""
 
@@ -230,7 +234,12 @@ def _call_loss(
     model = template.bind_for_loss(arrays | state_arrays)
     leaves, structure = flatten(model)
     with jax.named_scope(LOSS):
-        result = call.loss_fn(model=call.wrap(model), rng=rng, state=loss_fn_state, **inputs)
+        try:
+            result = call.loss_fn(model=call.wrap(model), rng=rng, state=loss_fn_state, **inputs)
+        except Exception as error:
+            if isinstance(model, Mapping) and any(leaf.names for leaf in leaves):
+                error.add_note(_NAMED)
+            raise
     values = dict(zip(template.structure.paths, structure.read(model), strict=True))
 
     problems = Problems("a loss function may change state variables only:")

@@ -215,12 +215,15 @@ class _Step:
         problems = Problems(f"{self.called} cannot call its loss function:")
         for name in self.input_shardings.keys() - inputs.keys():
             problems.add(name, "input_kwarg_shardings name it, and it is no input", "Give it.")
+        signature = inspect.signature(self.call.loss_fn)
         try:
-            inspect.signature(self.call.loss_fn).bind(**dict.fromkeys(_RESERVED), **inputs)
+            signature.bind(**dict.fromkeys(_RESERVED), **inputs)
         except TypeError as error:
             names = ", ".join((*_RESERVED, *inputs))
             what = f"the step calls it by keyword with {names}: {error}"
-            problems.add("", what, f"Write def loss_fn({names}), each name once.")
+            asked = [f"{name}={name}" for name in signature.parameters if name not in _RESERVED]
+            fix = f"Write step({', '.join(('state', *asked))}), or def loss_fn({names})."
+            problems.add("", what, fix)
         problems.raise_if_any(ShardingError)
         return leaves
 

@@ -40,7 +40,8 @@ def test_hardware_read(name, full_name, count, hosts, flops):
     ("name", "fix"),
     [
         ("v5ee:8", "'v5e:8'"),
-        ("H100:16", "'h100:16'"),
+        ("v5e:7", "'v5e:8'"),
+        ("v5p:100", "'v5p:128'"),
         ("v5e", "'v5e:8'"),
         ("8", "'v5e:32'"),
         ("h100:12", "'h100:16'"),

@@ -253,6 +253,14 @@ def test_plain_arrays():
         assert types == [linen.LogicallyPartitioned, pz.nx.NamedArray]
 
 
+def test_a_loss_of_plain_arrays_that_gets_named_ones_is_told_how():
+    step = pzs.build_train_step_fn(lambda model, rng, state: (model["w"][0, 0], state, {}))
+    with pytest.raises(IndexError) as caught:
+        step(initial())
+    assert "plain_arrays=True" in caught.value.__notes__[0]
+    assert step(initial(plain_arrays=True))
+
+
 # Layouts of inputs and outputs
 
 
