@@ -4,13 +4,10 @@ import dataclasses
 import functools
 import math
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from penzai import pz
 
 import penzai_shard as pzs
@@ -22,9 +19,10 @@ from penzai_shard.errors import (
     PlanError,
     Problem,
     PropagationError,
-    RuleTypeError,
 )
+from tests.choosing.models import LIBRARIES, TOKENS
 from tests.layouts.transformers import build_llama
+from tests.refusals import problem_paths, problems_of, refused
 
 GIB = 2**30
 
@@ -76,13 +74,11 @@ class Fakes:
 @pytest.fixture
 def fakes(monkeypatch):
     made = Fakes()
-    cut = dataclasses.make_dataclass("Cut", ["blocks"])
     monkeypatch.setattr(choosing, "Prices", lambda problem: made)
     monkeypatch.setattr(choosing, "compile_candidates", made.compile)
     monkeypatch.setattr(choosing, "bound", lambda *given: made.bound(*given))
-    monkeypatch.setattr(
-        choosing, "cut_model", lambda problem: cut(made.blocks) if made.blocks else None
-    )
+    # The number of its blocks is all that is asked of a model that is cut.
+    monkeypatch.setattr(choosing, "cut_model", lambda problem: made if made.blocks else None)
     return made
 
 
@@ -99,9 +95,9 @@ def square(model, rng, state, x):
 X = {"x": pz.nx.ones({"batch": 64, "embedding": 64})}
 
 
-def choose(**options):
+def choose(loss_fn=square, **options):
     given = {"devices": "v5e:8", "batch": X, "memory": "16GiB", "progress": False} | options
-    return pzs.choose_layout(pzs.abstract_model(build_layers), square, optax.adam(1e-3), **given)
+    return pzs.choose_layout(pzs.abstract_model(build_layers), loss_fn, optax.adam(1e-3), **given)
 
 
 def all_layouts(**options):
@@ -194,21 +190,28 @@ def test_what_may_be_quicker_is_compiled_if_it_is_little(fakes, options, is_clos
     assert len(fakes.compiled) <= 36
 
 
-def test_choose_layout_leaves_out_what_the_step_cannot_be_laid_out_by(fakes):
-    def estimate(candidate):
-        if "embedding" in candidate.words:
-            raise PlanError("this layout cannot be priced:", [Problem("", "1 is not 2", "")])
+@pytest.mark.parametrize(
+    ("prices", "error"),
+    [
+        ("estimate", PlanError("cannot be laid out:", [Problem("", "1 is not 2", "")])),
+        ("exact", CompilationError("1 is not 2")),
+    ],
+)
+def test_choose_layout_goes_on_without_what_is_refused(fakes, prices, error):
+    def refuse(candidate, part="embedding"):
+        if part in candidate.words:
+            raise error
         return cost(candidate)
 
-    fakes.estimate = estimate
-    found, split = choose(), next(each for each in all_layouts() if "embedding" in each.words)
+    assert any("embedding" in each.candidate.words for each in choose())
+    setattr(fakes, prices, refuse)
+    found = choose()
     assert found.choices
-    assert not any("embedding" in each.candidate.words for each in found.priced)
+    shown = found.priced if prices == "estimate" else found
+    assert not any("embedding" in each.candidate.words for each in shown)
     assert any("1 is not 2" in note for note in found.notes)
-    fakes.estimate = lambda candidate: estimate(split)
-    with pytest.raises(PlanError) as caught:
-        choose()
-    assert any("1 is not 2" in problem.what for problem in caught.value.problems)
+    setattr(fakes, prices, functools.partial(refuse, part=""))
+    assert any("1 is not 2" in problem.what for problem in problems_of(type(error), choose))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +233,8 @@ def test_choices_say_what_would_change_the_answer(fakes, memory, flops, note):
 
 
 def test_choose_layout_where_nothing_fits_gives_fixes_that_help(fakes):
-    with pytest.raises(NothingFitsError) as caught:
-        choose(memory="700MiB")
-    fixes = {problem.path: problem.fix for problem in caught.value.problems}
-    devices = fixes["devices"].split("devices=")[1].strip("'.")
+    fixes = refused(NothingFitsError, choose, memory="700MiB")
+    devices = fixes["devices"].fix.split("devices=")[1].strip("'.")
     assert choose(memory="700MiB", devices=devices).best.memory_bytes <= 700 * 2**20
     # Of activations alone a smaller batch needs less.
     held, examples = {"parameters": 1.0, "optimizer": 1.0, "inputs": 1.0}, 64
@@ -242,35 +243,11 @@ def test_choose_layout_where_nothing_fits_gives_fixes_that_help(fakes):
         return StepCost(1e12, {}, held | {"activations": 8 * GIB * examples / 64})
 
     fakes.exact = fakes.estimate = grow
-    with pytest.raises(NothingFitsError) as caught:
-        choose(memory="3GiB")
-    fixes = {problem.path: problem.fix for problem in caught.value.problems}
+    fixes = refused(NothingFitsError, choose, memory="3GiB")
     assert "optimizer" not in fixes
-    examples = int(fixes["batch"].removeprefix("Write batch=").partition(",")[0])
+    examples = int(fixes["batch"].fix.removeprefix("Write batch=").partition(",")[0])
     smaller = {"x": pz.nx.ones({"batch": examples, "embedding": 64})}
     assert choose(memory="3GiB", batch=smaller).best.memory_bytes <= 3 * GIB
-
-
-def test_choose_layout_goes_on_without_what_the_compiler_refuses(fakes):
-    def compile_most(candidate):
-        if "embedding" in candidate.words:
-            raise CompilationError("the compiler says: no")
-        return cost(candidate)
-
-    first = choose()
-    fakes.exact = compile_most
-    found = choose()
-    assert any("embedding" in each.candidate.words for each in first)
-    assert not any("embedding" in each.candidate.words for each in found)
-    assert any("the compiler says: no" in note for note in found.notes)
-
-    def refuse(candidate):
-        raise CompilationError("the compiler says: no")
-
-    fakes.exact = refuse
-    with pytest.raises(CompilationError) as caught:
-        choose()
-    assert "the compiler says: no" in caught.value.problems[0].what
 
 
 def test_what_nothing_bounds_has_no_certificate(fakes):
@@ -289,9 +266,8 @@ def test_choose_layout_gives_the_best_so_far_after_an_interruption(fakes):
     assert found.interrupted
     assert len(fakes.compiled) == 4
     assert "interrupted" in str(found).splitlines()[0]
-
-
-def test_choose_layout_interrupted_before_anything_fits_is_interrupted(fakes):
+    # Nothing fits as yet.
+    fakes.compiled.clear()
     fakes.interrupt_at = 0
     with pytest.raises(KeyboardInterrupt):
         choose()
@@ -338,18 +314,11 @@ def test_choice_is_written_and_read_again(fakes, tmp_path):
     assert (read.mesh_shape, read.microbatches) == (best.mesh_sizes, best.microbatches)
 
 
-def test_choose_layout_tells_all_mistakes_at_once():
-    with pytest.raises(RuleTypeError) as caught:
-        pzs.choose_layout({"w": jnp.ones(8)}, 3, optax.sgd(0.1), devices="v9e:8", batch=8)
-    assert {"loss_fn", ""} <= {problem.path for problem in caught.value.problems}
-
-
 def test_choose_layout_without_a_sane_layout_says_why(fakes):
     odd = {"x": pz.nx.ones({"batch": 63, "embedding": 64})}
     mesh = pzs.make_mesh({"data": 8}, abstract=True)
-    with pytest.raises(PlanError) as caught:
-        choose(batch=odd, devices=mesh, hardware="v5e")
-    assert any("63" in problem.what for problem in caught.value.problems)
+    given = {"batch": odd, "devices": mesh, "hardware": "v5e"}
+    assert any("63" in problem.what for problem in problems_of(PlanError, choose, **given))
 
 
 def test_choose_layout_refuses_a_loss_with_a_mesh_of_its_own():
@@ -359,85 +328,21 @@ def test_choose_layout_refuses_a_loss_with_a_mesh_of_its_own():
         y = model(x).untag("batch", "embedding").unwrap()
         return (jax.lax.with_sharding_constraint(y, own) ** 2).mean(), state, {}
 
-    with pytest.raises(PropagationError) as caught:
-        pzs.choose_layout(
-            pzs.abstract_model(build_layers),
-            pinned,
-            optax.adam(1e-3),
-            devices="v5e:4",
-            batch=X,
-            progress=False,
-        )
-    assert [problem.path for problem in caught.value.problems] == ["loss_fn"]
+    assert problem_paths(PropagationError, choose, loss_fn=pinned, devices="v5e:4") == ["loss_fn"]
 
 
 # From end to end
 
 
-class Equinox(eqx.Module):
-    embed: jax.Array
-    up: jax.Array
-    down: jax.Array
-
-    def __call__(self, tokens):
-        x = self.embed[tokens]
-        return (x + jax.nn.relu(x @ self.up) @ self.down) @ self.embed.T
+PENZAI = functools.partial(build_llama, vocabulary=64), lambda model, x: model(x), False
 
 
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        def init(*names):
-            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
-
-        self.embed = nnx.Embed(64, 32, embedding_init=init("vocab", "embed"), rngs=rngs)
-        options = {"use_bias": False, "rngs": rngs}
-        self.up = nnx.Linear(32, 128, kernel_init=init("embed", "mlp"), **options)
-        self.down = nnx.Linear(128, 32, kernel_init=init("mlp", "embed"), **options)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        return self.embed.attend(x + self.down(jax.nn.relu(self.up(x))))
-
-
-def make_weights():
-    shapes = {"embed": (64, 32), "up": (32, 128), "down": (128, 32)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {n: jax.random.normal(k, s) / 8 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-
-
-TOKENS = jnp.arange(16 * 8).reshape(16, 8) * 7 % 64
-PLAIN = {"tokens": TOKENS, "targets": TOKENS * 3 % 64}
-
-
-def build_equinox():
-    model = Equinox(**make_weights())
-    return pzs.name_axes(model, pzs.infer_names(lambda model, x: model(x), model, TOKENS))
-
-
-def build_dict():
-    axes = ("vocabulary", "embedding"), ("embedding", "neurons"), ("neurons", "embedding")
-    return pzs.name_axes(make_weights(), dict(zip(("embed", "up", "down"), axes, strict=True)))
-
-
-def build_nnx():
-    with nnx.use_eager_sharding(False):
-        return Nnx(nnx.Rngs(0))
-
-
-LIBRARIES = {
-    "Penzai": (functools.partial(build_llama, vocabulary=64), lambda model, x: model(x), False),
-    "Equinox": (build_equinox, lambda model, x: model(x), False),
-    "NNX": (build_nnx, lambda model, x: model(x), False),
-    "dict": (build_dict, lambda model, x: Equinox(**model)(x), True),
-}
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", ["penzai", *LIBRARIES])
 def test_the_pick_trains_as_one_device_does(library):
-    build, apply, plain_arrays = LIBRARIES[library]
-    batch, first = PLAIN, {"first_axis": "batch"}
-    if library == "Penzai":
-        batch, first = {name: pz.nx.wrap(x, "batch", "seq") for name, x in PLAIN.items()}, {}
+    build, apply, plain_arrays = (LIBRARIES | {"penzai": PENZAI})[library]
+    batch, first = {"tokens": TOKENS, "targets": TOKENS * 3 % 64}, {"first_axis": "batch"}
+    if library == "penzai":
+        batch, first = {name: pz.nx.wrap(x, "batch", "seq") for name, x in batch.items()}, {}
 
     def loss_fn(model, rng, state, tokens, targets):
         loss = pzs.cross_entropy(apply(model, tokens), targets)

@@ -1,7 +1,5 @@
 """The step that ``choose_layout`` is asked about: models of all libraries, inputs, mistakes."""
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,9 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.problem import read_options, read_problem
 from penzai_shard.errors import RuleTypeError
+from tests.choosing.models import LIBRARIES, TOKENS, build_dict, make_weights
 from tests.models import penzai_mlp
-from tests.refusals import problem_paths, problems_of
+from tests.refusals import problem_paths, problems_of, refused
 
 
 def mlp_loss(model, rng, state, x):
@@ -76,63 +75,23 @@ def is_named(tree):
     return any(leaf.names is not None for leaf in leaves_of(tree))
 
 
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-        return nn.Dense(16, use_bias=False, kernel_init=init)(x)
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
-        self.up = nnx.Linear(8, 16, use_bias=False, kernel_init=init, rngs=rngs)
-
-    def __call__(self, x):
-        return self.up(x)
-
-
-def build_nnx():
-    with nnx.use_eager_sharding(False):
-        return Nnx(nnx.Rngs(0))
-
-
-def named_equinox():
-    linear = eqx.nn.Linear(8, 16, use_bias=False, key=jax.random.key(0))
-    return pzs.name_axes(linear, {"weight": ("mlp", "embed")})
-
-
-def named_dict():
-    return pzs.name_axes({"w": np.ones((8, 16), "f4")}, {"w": ("embed", "mlp")})
-
-
-# Model, what it computes, plain_arrays; each gets plain arrays.
-LIBRARIES = {
-    "equinox": (named_equinox, lambda model, x: jax.vmap(model)(x), False),
-    "linen": (lambda: Linen().init(jax.random.key(0), np.ones((2, 8))), Linen().apply, False),
-    "nnx": (build_nnx, lambda model, x: model(x), False),
-    "dict": (named_dict, lambda model, x: x @ model["w"], True),
-}
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_build_gives_plain_arrays_to_those_who_take_them(library):
     build, apply, plain_arrays = LIBRARIES[library]
 
     def loss_fn(model, rng, state, x):
-        assert x.shape == (4, 8)  # One of two microbatches.
+        assert x.shape == (8, 8)  # One of two microbatches.
         return jnp.mean(apply(model, x) ** 2), state, {}
 
-    problem = read(build(), loss_fn, batch={"x": np.ones((8, 8), "f4")}, plain_arrays=plain_arrays)
-    assert dict(problem.inputs["x"].named_shape) == {"batch": 8}
-    layout = pzs.Layout(
-        parameters={"mlp": "model"}, compute={"batch": "data", "mlp": "model"}, blocks=()
-    )
+    problem = read(build(), loss_fn, batch={"x": TOKENS}, plain_arrays=plain_arrays)
+    assert dict(problem.inputs["x"].named_shape) == {"batch": 16}
+    wide = {"mlp" if library in ("linen", "nnx") else "neurons": "model"}
+    layout = pzs.Layout(parameters=wide, compute={"batch": "data", **wide}, blocks=())
     candidate = Candidate((("data", 2), ("model", 4)), layout, microbatches=2)
     step, state, inputs = problem.build(candidate)
     assert inputs["x"].sharding.spec == jax.P("data")
-    (weight,) = state.trained_arrays.values()
-    assert sorted(weight.sharding.shard_shape(weight.shape)) == [4, 8]
+    held = [sorted(x.sharding.shard_shape(x.shape)) for x in state.trained_arrays.values()]
+    assert sorted(held) == [[32, 32], [32, 32], [32, 64]]
     new_state, aux = jax.eval_shape(lambda state, x: step(state, x=x), state, inputs["x"])
     assert (new_state.step.shape, aux["loss"].shape) == ((), ())
 
@@ -196,7 +155,7 @@ MISTAKES = {
     "no signature": ({"loss_fn": max}, "loss_fn"),
     "no names": ({"names": "mlp"}, "names"),
     "names of no axis": ({"names": {"neurons": "mlp"}}, "neurons"),
-    "blocks of a dictionary": ({"model": named_dict(), "blocks": nn.Dense}, "blocks"),
+    "blocks of a dictionary": ({"model": build_dict(), "blocks": nnx.Linear}, "blocks"),
     "blocks that there are not": ({"blocks": pz.nn.Attention}, ""),
 }
 
@@ -204,17 +163,14 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_read_problem_names_a_mistake(mistake):
     given, path = MISTAKES[mistake]
-    with pytest.raises(RuleTypeError) as caught:
-        read(**given)
-    assert {problem.path for problem in caught.value.problems} == {path}
-    assert all(problem.fix for problem in caught.value.problems)
+    problems = problems_of(RuleTypeError, read, **given)
+    assert {(problem.path, bool(problem.fix)) for problem in problems} == {(path, True)}
 
 
 def test_read_problem_names_all_mistakes_at_once():
     state = pzs.TrainState.initial_state(penzai_mlp(), optax.adam(1e-3), jax.random.key(0))
-    with pytest.raises(RuleTypeError) as caught:
-        read(state, loss_fn=3, optimizer="adam")
-    assert [x.path for x in caught.value.problems] == ["model", "loss_fn", "optimizer"]
+    paths = problem_paths(RuleTypeError, read, state, loss_fn=3, optimizer="adam")
+    assert paths == ["model", "loss_fn", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -246,65 +202,53 @@ def test_choose_layout_names_mistakes_of_all_its_arguments_at_once():
 # Models without names
 
 
-def run_fix(error, **names):
-    """The names that the lines of a fix define, for what they are given."""
-    (fix,) = {problem.fix for problem in error.problems}
+def run_fix(problems, **names):
+    """The names that the lines of their one fix define, for what they are given."""
+    (fix,) = {problem.fix for problem in problems}
     code = fix.removeprefix("Write").removeprefix(":").removesuffix(".").strip()
     exec("\n".join(line.removeprefix("    ") for line in code.splitlines()), names)
     return names
 
 
-def run_plain(model, tokens):
-    x = model["table"][tokens]
-    for layer in model["layers"]:
-        x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
-    return x @ model["table"].T
-
-
-def build_plain():
-    layer = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
-    return {"table": jnp.ones((64, 8)), "layers": [layer] * 2}
-
-
 class UnnamedNnx(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.table, self.up, self.down = (
-            nnx.Embed(64, 8, rngs=rngs),
-            nnx.Linear(8, 32, rngs=rngs),
-            nnx.Linear(32, 8, rngs=rngs),
-        )
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.embed, self.dropout = nnx.Embed(64, 8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.table(tokens)
-        return self.table.attend(x + self.down(self.dropout(jax.nn.relu(self.up(x)))))
+        x = self.embed(tokens)
+        return self.embed.attend(x + self.down(self.dropout(jax.nn.relu(self.up(x)))))
 
 
-@pytest.mark.parametrize("library", ["dict", "nnx"])
-def test_read_problem_says_how_names_are_inferred(library):
-    is_dict = library == "dict"
-    model, run = (build_plain(), run_plain) if is_dict else (UnnamedNnx(), UnnamedNnx.__call__)
-
+@pytest.mark.parametrize(
+    ("model", "run", "embed", "up"),
+    [
+        (make_weights(), LIBRARIES["dict"][1], "embed", "up"),
+        (UnnamedNnx(), LIBRARIES["nnx"][1], "embed/embedding", "up/kernel"),
+    ],
+    ids=["dict", "nnx"],
+)
+def test_read_problem_says_how_names_are_inferred(model, run, embed, up):
     def loss_fn(model, rng, state, tokens):
         return jnp.mean(run(model, tokens) ** 2), state, {}
 
+    is_dict = isinstance(model, dict)
     options = {"loss_fn": loss_fn, "batch": 4, "seq": 16, "plain_arrays": is_dict}
-    with pytest.raises(RuleTypeError) as caught:
-        read(model, **options)
-    pasted = run_fix(caught.value, model=model, loss_fn=loss_fn, jax=jax, penzai_shard=pzs)
+    problems = problems_of(RuleTypeError, read, model, **options)
+    pasted = run_fix(problems, model=model, loss_fn=loss_fn, jax=jax, penzai_shard=pzs)
     names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
-    prefix, table, up = ("layers/1/", "", "up") if is_dict else ("", "/embedding", "up/kernel")
-    assert names[f"{prefix}{up}"] == ("embedding", "neurons")
-    assert names[f"table{table}"] == ("vocabulary", "embedding")
+    assert names[up] == ("embedding", "neurons")
+    assert names[embed] == ("vocabulary", "embedding")
 
 
 def test_read_problem_says_how_arrays_stay_whole():
-    model = {**named_dict(), "unused": np.ones((5, 5)), "bias": np.ones(3)}
+    named = build_dict()
+    model = {**named, "unused": np.ones((5, 5)), "bias": np.ones(3)}
     options = {"loss_fn": token_loss, "batch": 4, "seq": 16, "plain_arrays": True}
-    with pytest.raises(RuleTypeError) as caught:
-        read(model, **options)
-    assert {problem.path for problem in caught.value.problems} == {"unused", "bias"}
-    pasted = run_fix(caught.value, model=model, penzai_shard=pzs)
+    problems = refused(RuleTypeError, read, model, **options)
+    assert {*problems} == {"unused", "bias"}
+    pasted = run_fix(problems.values(), model=model, penzai_shard=pzs)
     names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
-    assert names == {"w": ("embed", "mlp"), "unused": (None, None), "bias": (None,)}
+    kept = {leaf.path: leaf.names for leaf in leaves_of(named)}
+    assert names == {**kept, "unused": (None, None), "bias": (None,)}

@@ -1,6 +1,7 @@
 """A deep model cut to one and to two blocks: what is cut, what is left, what is not cut."""
 
 import dataclasses
+import itertools
 
 import equinox as eqx
 import jax
@@ -16,6 +17,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.problem import read_problem
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+from tests.choosing.models import read_llama, token_loss
 from tests.layouts.transformers import build_llama
 
 
@@ -31,12 +33,9 @@ def labels(model):
 # Penzai
 
 
-def llama_loss(model, rng, state, tokens):
-    return pzs.cross_entropy(model(tokens), tokens), state, {}
-
-
 def cut_llama(**options):
-    return cut(pzs.abstract_model(build_llama, **options), llama_loss, seq=8)
+    problem = read_llama(8, 8, **options)
+    return problem, cut_model(problem)
 
 
 def keep(paths, *blocks):
@@ -65,11 +64,13 @@ def test_cut_model_leaves_blocks_in_a_loop():
         stacks = pz.select(build_llama(blocks=5, stacked=True)).at_instances_of(pz.nn.LayerStack)
         return stacks.apply(RolledLayerStack.from_layer_stack)
 
-    assert cut(pzs.abstract_model(build), llama_loss, seq=8)[1] is None
+    assert cut(pzs.abstract_model(build), token_loss, seq=8)[1] is None
 
 
 def test_cut_model_leaves_three_blocks():
     assert cut_llama(blocks=3)[1] is None
+    # Of the layers only three in a row are 8 wide on both sides.
+    assert cut_layers(lambda: chain((8, 8, 16, 8, 8, 8, 8, 16, 8)))[1] is None
 
 
 def linear(label, inputs=8, outputs=8):
@@ -90,32 +91,24 @@ def cut_layers(build):
     return cut(model, mean_loss, {"x": pz.nx.ones({"batch": 8, "embedding": 8})})
 
 
-def test_cut_model_keeps_what_is_unlike_the_others():
-    widths = (8, 16, 8, 8, 8, 8, 16, 8)
-    sizes = [*zip((8, *widths), widths, strict=False)]
-
-    def build():
-        pairs = enumerate(sizes)
-        return [pz.nn.Sequential([linear(f"b{i}", *pair), rename()]) for i, pair in pairs]
-
-    assert cut_layers(build)[1] is None  # Only three are 8 wide on both sides.
-    sizes[3:3] = [(8, 8)]
-    _, found = cut_layers(build)
-    assert found.blocks == 4
-    assert labels(found.one) == [f"b{i}.weights" for i in (0, 1, 2, 3, 7, 8)]
+def chain(widths):
+    pairs = enumerate(itertools.pairwise(widths))
+    return [pz.nn.Sequential([linear(f"b{i}", *pair), rename()]) for i, pair in pairs]
 
 
-def test_cut_model_takes_layers_that_repeat_together_for_one_block():
-    # As attention with a window and without, in turn; the last turn is not finished.
-    widths = [(8, 16), (16, 8)] * 4 + [(8, 16)]
-
-    def build():
-        pairs = enumerate(widths)
-        return [pz.nn.Sequential([linear(f"b{i}", *pair), rename()]) for i, pair in pairs]
-
-    _, found = cut_layers(build)
-    assert found.blocks == 4
-    assert labels(found.two) == [f"b{i}.weights" for i in (0, 1, 2, 3, 8)]
+@pytest.mark.parametrize(
+    ("widths", "blocks", "one", "two"),
+    [
+        ((8, 8, 16, 8, 8, 8, 8, 8, 16, 8), 4, (0, 1, 2, 3, 7, 8), (0, 1, 2, 3, 4, 7, 8)),
+        # As attention with a window and without, in turn; the last turn is not finished.
+        ((8, 16, 8, 16, 8, 16, 8, 16, 8, 16), 4, (0, 1, 8), (0, 1, 2, 3, 8)),
+    ],
+)
+def test_cut_model_keeps_what_does_not_repeat(widths, blocks, one, two):
+    _, found = cut_layers(lambda: chain(widths))
+    assert found.blocks == blocks
+    for model, kept in ((found.one, one), (found.two, two)):
+        assert labels(model) == [f"b{i}.weights" for i in kept]
 
 
 def test_cut_model_leaves_blocks_with_other_settings():
@@ -130,8 +123,7 @@ def test_cut_model_leaves_blocks_with_other_settings():
             return x
 
     def build(times):
-        blocks = [pz.nn.Sequential([linear(f"b{i}"), rename()]) for i in range(6)]
-        return [Repeat(block, n) for block, n in zip(blocks, times, strict=True)]
+        return [Repeat(block, n) for block, n in zip(chain([8] * 7), times, strict=True)]
 
     assert cut_layers(lambda: build([1, 1, 1, 50, 50, 50]))[1] is None
     assert cut_layers(lambda: build([2] * 6))[1].blocks == 6
