@@ -58,7 +58,8 @@ def compile_candidates(
     cut = None if whole else cut_model(problem)
     models = [problem.model] if cut is None else [cut.one, cut.two]
     threads = ThreadPoolExecutor(2)
-    with read_standard_error([]):
+    # What the compiler says of layouts that are not taken, nobody needs.
+    with read_standard_error([], goes_on=False):
         try:
             pairs = [*itertools.product(candidates, models)]
             started = [_start(problem, *pair, threads) for pair in pairs]

@@ -226,7 +226,7 @@ def compile_lowered(lowered: LoweredStep, called: str) -> CompiledStep:
 
 
 @contextlib.contextmanager
-def read_standard_error(lines: list[str]) -> Iterator[None]:
+def read_standard_error(lines: list[str], goes_on: bool = True) -> Iterator[None]:
     """Adds what compilers write to standard error to lines; all but the warnings goes on to it."""
     with _REDIRECTING, tempfile.TemporaryFile() as file:
         sys.stderr.flush()
@@ -239,7 +239,8 @@ def read_standard_error(lines: list[str]) -> Iterator[None]:
             os.close(stderr)
             file.seek(0)
             lines += file.read().decode("utf-8", "replace").splitlines(keepends=True)
-            sys.stderr.writelines(line for line in lines if not _REMAT.search(line))
+            if goes_on:
+                sys.stderr.writelines(line for line in lines if not _REMAT.search(line))
 
 
 def make_compiled_step(
