@@ -193,59 +193,47 @@ def price(function, *specs, shape=(16, 16), **mesh_sizes):
 ROWS, COLUMNS = ("data",), (None, "data")
 
 
+def use_both(pin, x):
+    product = pin(x @ x.T)
+    return pin(-product, "data"), jnp.sin(product)
+
+
+def gather_twice(pin, x):
+    return jnp.sin(pin(x)).sum(), jnp.cos(pin(x)).sum()
+
+
+def gather_again(pin, x):
+    whole = pin(x)
+    return jnp.sin(whole).sum(), jnp.cos(jax.lax.optimization_barrier(whole)).sum()
+
+
+def run_loop(turn, pin, x):
+    return jax.lax.scan(lambda c, _: (turn(c), None), pin(jnp.sin(x)), None, 5)[0]
+
+
 @pytest.mark.parametrize(
-    ("function", "spec", "share"),
+    ("function", "specs", "share"),
     [
-        (lambda pin, x: pin(x), ROWS, 3 / 4),
-        (lambda pin, x: pin(jnp.tile(x.sum(0), (16, 1))), ROWS, 2 / 16 * 3 / 4),
-        (lambda pin, x: pin(x @ x.T), COLUMNS, 2 * 3 / 4),
-        (lambda pin, x: pin(x @ x.T, "data"), COLUMNS, 3 / 4),
-        (lambda pin, x: pin(x, "data"), COLUMNS, 3 / 4 / 4),
+        # What rings send, by the textbook: gathered, summed, reduced, scattered, exchanged.
+        (lambda pin, x: pin(x), [ROWS], 3 / 4),
+        (lambda pin, x: pin(jnp.tile(x.sum(0), (16, 1))), [ROWS], 2 / 16 * 3 / 4),
+        (lambda pin, x: pin(x @ x.T), [COLUMNS], 2 * 3 / 4),
+        (lambda pin, x: pin(x @ x.T, "data"), [COLUMNS], 3 / 4),
+        (lambda pin, x: pin(x, "data"), [COLUMNS], 3 / 4 / 4),
+        # A sum of which only parts are used is scattered; sums that are only added are one.
+        (lambda pin, x: pin(-pin(x @ x.T), "data"), [COLUMNS], 3 / 4),
+        (use_both, [COLUMNS], 2 * 3 / 4),
+        (lambda pin, x, y: pin(x @ x.T) + pin(y @ y.T), [COLUMNS, COLUMNS], 2 * 3 / 4),
+        # Equal gathers count once, and those behind a barrier again.
+        (gather_twice, [ROWS], 3 / 4),
+        (gather_again, [ROWS], 2 * 3 / 4),
+        # A loop sends as often as it runs, but what stays the same is moved once.
+        (lambda pin, x: run_loop(lambda c: pin(jnp.sin(pin(c, "data"))), pin, x), [()], 5 * 3 / 4),
+        (lambda pin, x, y: run_loop(lambda c: pin(c @ pin(y)), pin, x), [(), ROWS], 3 / 4),
     ],
-    ids=["all-gather", "sum", "all-reduce", "reduce-scatter", "all-to-all"],
 )
-def test_ring_sends_what_the_textbook_says(function, spec, share):
-    cost = price(function, spec)
-    assert cost.traffic == {("data",): 1024 * share}
-
-
-def test_reduction_scatters_if_only_parts_are_used():
-    def use_parts(pin, x):
-        return pin(-pin(x @ x.T), "data")
-
-    def use_both(pin, x):
-        product = pin(x @ x.T)
-        return pin(-product, "data"), jnp.sin(product)
-
-    assert price(use_parts, COLUMNS).traffic == {("data",): 1024 * 3 / 4}
-    assert price(use_both, COLUMNS).traffic == {("data",): 2 * 1024 * 3 / 4}
-
-
-def test_sums_that_are_only_added_are_reduced_once():
-    cost = price(lambda pin, x, y: pin(x @ x.T) + pin(y @ y.T), COLUMNS, COLUMNS)
-    assert cost.traffic == {("data",): 2 * 1024 * 3 / 4}
-
-
-def test_equal_gathers_count_once_and_those_behind_a_barrier_again():
-    def gather_twice(pin, x):
-        return jnp.sin(pin(x)).sum(), jnp.cos(pin(x)).sum()
-
-    def gather_again(pin, x):
-        whole = pin(x)
-        return jnp.sin(whole).sum(), jnp.cos(jax.lax.optimization_barrier(whole)).sum()
-
-    assert price(gather_twice, ROWS).traffic == {("data",): 1024 * 3 / 4}
-    assert price(gather_again, ROWS).traffic == {("data",): 2 * 1024 * 3 / 4}
-
-
-def test_loop_counts_as_often_as_it_runs_but_what_stays_the_same_is_moved_once():
-    def scan(turn, pin, x):
-        return jax.lax.scan(lambda c, _: (turn(c), None), pin(jnp.sin(x)), None, 5)[0]
-
-    same = price(lambda pin, x, y: scan(lambda c: pin(c @ pin(y)), pin, x), (), ROWS)
-    assert (same.flops, same.traffic) == (5 * 2 * 16**3, {("data",): 1024 * 3 / 4})
-    changed = price(lambda pin, x: scan(lambda c: pin(jnp.sin(pin(c, "data"))), pin, x), ())
-    assert changed.traffic == {("data",): 5 * 1024 * 3 / 4}
+def test_price_has_what_a_program_sends(function, specs, share):
+    assert price(function, *specs).traffic == {("data",): 1024 * share}
 
 
 def test_loop_of_unknown_turns_is_refused_if_something_in_it_costs():
@@ -278,6 +266,9 @@ def test_operations_are_those_of_one_device():
         return jax.lax.conv(image, kernel, (1, 1), "SAME")
 
     assert price(convolve, (), ()).flops == 2 * (4 * 16 * 4) * (4 * 4 * 4)
+    # A loop counts as often as it runs.
+    loop = price(lambda pin, x, y: run_loop(lambda c: c @ y, pin, x), (), ())
+    assert loop.flops == 5 * 2 * 16**3
 
 
 def test_memory_is_that_of_what_is_there_at_once():
