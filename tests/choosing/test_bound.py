@@ -62,23 +62,21 @@ def mlp():
 
 
 @pytest.mark.parametrize(
-    ("layout", "mesh_sizes", "sent"),
+    ("layout", "mesh_sizes", "sent", "parts"),
     [
         # An all-reduce; scattered and gathered; gathered and scattered: all the same.
-        (pzs.Layout.data_parallel(), {"data": 4}, 2 * 3 / 4),
-        (pzs.Layout.zero1(), {"data": 4}, 2 * 3 / 4),
-        (pzs.Layout.fully_sharded(), {"data": 4}, 2 * 3 / 4),
+        (pzs.Layout.data_parallel(), {"data": 4}, 2 * 3 / 4, 1),
+        (pzs.Layout.zero1(), {"data": 4}, 2 * 3 / 4, 4),
+        (pzs.Layout.fully_sharded(), {"data": 4}, 2 * 3 / 4, 4),
         # Each device has half of each weight, and one other device has the same half.
-        (TENSOR_PARALLEL, {"data": 2, "model": 2}, 1 / 2),
+        (TENSOR_PARALLEL, {"data": 2, "model": 2}, 1 / 2, 2),
         # Activations are not counted.
-        (pzs.Layout.tensor_parallel(None, **WITHOUT), {"model": 4}, 0.0),
+        (pzs.Layout.tensor_parallel(None, **WITHOUT), {"model": 4}, 0.0, 4),
     ],
 )
-def test_bound_is_what_must_be_sent_by_hand(mlp, layout, mesh_sizes, sent):
+def test_bound_is_what_must_be_sent_by_hand(mlp, layout, mesh_sizes, sent, parts):
     candidate = Candidate(tuple(mesh_sizes.items()), layout)
     rate = HARDWARE.bandwidths(mesh_sizes).get("data", LINK)
-    parts = 4 if layout.optimizer or layout.parameters.rules else 1
-    parts = 2 if layout == TENSOR_PARALLEL else parts
     # Two moments, read and written.
     update = 4 * WEIGHTS / parts / HARDWARE.memory_bandwidth
     assert bound(mlp, candidate, HARDWARE) == pytest.approx(

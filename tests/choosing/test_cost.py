@@ -211,28 +211,36 @@ def run_loop(turn, pin, x):
     return jax.lax.scan(lambda c, _: (turn(c), None), pin(jnp.sin(x)), None, 5)[0]
 
 
-@pytest.mark.parametrize(
-    ("function", "specs", "share"),
-    [
-        # What rings send, by the textbook: gathered, summed, reduced, scattered, exchanged.
-        (lambda pin, x: pin(x), [ROWS], 3 / 4),
-        (lambda pin, x: pin(jnp.tile(x.sum(0), (16, 1))), [ROWS], 2 / 16 * 3 / 4),
-        (lambda pin, x: pin(x @ x.T), [COLUMNS], 2 * 3 / 4),
-        (lambda pin, x: pin(x @ x.T, "data"), [COLUMNS], 3 / 4),
-        (lambda pin, x: pin(x, "data"), [COLUMNS], 3 / 4 / 4),
-        # A sum of which only parts are used is scattered; sums that are only added are one.
-        (lambda pin, x: pin(-pin(x @ x.T), "data"), [COLUMNS], 3 / 4),
-        (use_both, [COLUMNS], 2 * 3 / 4),
-        (lambda pin, x, y: pin(x @ x.T) + pin(y @ y.T), [COLUMNS, COLUMNS], 2 * 3 / 4),
-        # Equal gathers count once, and those behind a barrier again.
-        (gather_twice, [ROWS], 3 / 4),
-        (gather_again, [ROWS], 2 * 3 / 4),
-        # A loop sends as often as it runs, but what stays the same is moved once.
-        (lambda pin, x: run_loop(lambda c: pin(jnp.sin(pin(c, "data"))), pin, x), [()], 5 * 3 / 4),
-        (lambda pin, x, y: run_loop(lambda c: pin(c @ pin(y)), pin, x), [(), ROWS], 3 / 4),
-    ],
-)
-def test_price_has_what_a_program_sends(function, specs, share):
+def gather_in_turns(pin, x):
+    return run_loop(lambda c: pin(jnp.sin(pin(c, "data"))), pin, x)
+
+
+def gather_the_same(pin, x, y):
+    return run_loop(lambda c: pin(c @ pin(y)), pin, x)
+
+
+# A function, how its arrays are split, and what is sent as a part of one array.
+SENT = {
+    # What rings send, by the textbook.
+    "all-gather": (lambda pin, x: pin(x), [ROWS], 3 / 4),
+    "sum": (lambda pin, x: pin(jnp.tile(x.sum(0), (16, 1))), [ROWS], 2 / 16 * 3 / 4),
+    "all-reduce": (lambda pin, x: pin(x @ x.T), [COLUMNS], 2 * 3 / 4),
+    "reduce-scatter": (lambda pin, x: pin(x @ x.T, "data"), [COLUMNS], 3 / 4),
+    "all-to-all": (lambda pin, x: pin(x, "data"), [COLUMNS], 3 / 4 / 4),
+    # Reductions scatter if only parts are used; sums that are only added are reduced once.
+    "used in parts": (lambda pin, x: pin(-pin(x @ x.T), "data"), [COLUMNS], 3 / 4),
+    "used whole, too": (use_both, [COLUMNS], 2 * 3 / 4),
+    "added": (lambda pin, x, y: pin(x @ x.T) + pin(y @ y.T), [COLUMNS, COLUMNS], 2 * 3 / 4),
+    "equal gathers": (gather_twice, [ROWS], 3 / 4),
+    "behind a barrier": (gather_again, [ROWS], 2 * 3 / 4),
+    "in a loop": (gather_in_turns, [()], 5 * 3 / 4),
+    "the same in a loop": (gather_the_same, [(), ROWS], 3 / 4),
+}
+
+
+@pytest.mark.parametrize("program", SENT)
+def test_price_has_what_a_program_sends(program):
+    function, specs, share = SENT[program]
     assert price(function, *specs).traffic == {("data",): 1024 * share}
 
 
@@ -266,9 +274,7 @@ def test_operations_are_those_of_one_device():
         return jax.lax.conv(image, kernel, (1, 1), "SAME")
 
     assert price(convolve, (), ()).flops == 2 * (4 * 16 * 4) * (4 * 4 * 4)
-    # A loop counts as often as it runs.
-    loop = price(lambda pin, x, y: run_loop(lambda c: c @ y, pin, x), (), ())
-    assert loop.flops == 5 * 2 * 16**3
+    assert price(gather_the_same, (), ROWS).flops == 5 * 2 * 16**3
 
 
 def test_memory_is_that_of_what_is_there_at_once():

@@ -9,8 +9,8 @@ from penzai_shard.choosing.search import Price, search
 ALL = ((),)
 
 
-def make_price(seconds, memory, total=None):
-    return Price(seconds, seconds if total is None else total, memory)
+def make_price(seconds, memory):
+    return Price(seconds, seconds, memory)
 
 
 def run(estimates, exact, limit, most, kinds=None, least=0.0):
