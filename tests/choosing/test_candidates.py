@@ -21,7 +21,6 @@ from tests.choosing.models import read_llama, read_weights
 from tests.refusals import problem_paths, problems_of
 
 GRID = {"data": 4, "model": 2}
-MESHES = [{"data": 8}, GRID]
 UP = {"embedding": 128, "neurons": 512}
 MLP = {"up": UP, "down": {"neurons": 512, "embedding": 128}}
 
@@ -155,10 +154,14 @@ def test_make_candidates_counts_what_does_not_divide():
     assert count == 4 * 5
 
 
-def test_make_candidates_counts_meshes_that_do_not_divide_the_batch():
-    found = make_candidates(read_llama(batch=4, multiplier=2), MESHES, microbatches=(1, 2))
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    # The other mesh does not divide the batch, or lacks a mesh axis that is kept.
+    [(4, {"microbatches": (1, 2)}), (16, {"keep": {"neurons": "model"}})],
+)
+def test_make_candidates_counts_meshes_that_are_left_out(batch, options):
+    found = make_candidates(read_llama(batch, multiplier=2), [{"data": 8}, GRID], **options)
     assert {each.mesh_sizes for each in found} == {(("data", 4), ("model", 2))}
-    assert {each.microbatches for each in found} == {1}
     assert sum(found.left_out.values()) == 1
 
 
@@ -265,12 +268,6 @@ def test_make_candidates_uses_all_mesh_axes_where_the_batch_keeps_one():
     assert axes_over(found, "neurons") == {("data",)}
 
 
-def test_make_candidates_leaves_out_meshes_without_a_mesh_axis_that_is_kept(problem):
-    found = make_candidates(problem, MESHES, keep={"neurons": "model"})
-    assert {dict(each.mesh_sizes)["data"] for each in found} == {4}
-    assert sum(found.left_out.values()) == 1
-
-
 @pytest.mark.parametrize(
     ("keep", "path", "fix"),
     [
@@ -283,7 +280,7 @@ def test_make_candidates_leaves_out_meshes_without_a_mesh_axis_that_is_kept(prob
     ],
 )
 def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, fix):
-    (found,) = problems_of(pzs.RuleTypeError, make_candidates, problem, MESHES, keep=keep)
+    (found,) = problems_of(pzs.RuleTypeError, make_candidates, problem, [GRID], keep=keep)
     assert (found.path, fix in found.fix) == (path, True)
 
 
@@ -308,7 +305,7 @@ def test_make_candidates_splits_models_with_other_names(weights):
 
 def test_make_candidates_refuses_policies_of_blocks_that_there_are_not():
     problem = read_total({"up": UP})
-    call = make_candidates, problem, MESHES
+    call = make_candidates, problem, [GRID]
     assert problem_paths(pzs.RuleTypeError, *call, rematerialise=["dots"]) == ["rematerialise"]
 
 

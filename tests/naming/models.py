@@ -101,6 +101,10 @@ def block_of(w, i):
     return types.SimpleNamespace(**own)
 
 
+def blocks_of(w, before=""):
+    return [block_of(w, f"{before}{i}") for i in range(L)]
+
+
 def decoder(text, block, ends="embed V E; head V E", **sizes):
     """A residual stream of layers, with logits at its end."""
 
@@ -108,8 +112,8 @@ def decoder(text, block, ends="embed V E; head V E", **sizes):
         x = w["embed"][tokens]
         if "positions" in w:
             x = x + w["positions"][jnp.arange(S)]
-        for i in range(L):
-            x = block(block_of(w, i), x)
+        for own in blocks_of(w):
+            x = block(own, x)
         return norm(x) @ w.get("head", w["embed"]).T
 
     return make(f"{ends}; {text}", function, **sizes)
@@ -268,11 +272,9 @@ def t5():
     def function(w, sources, targets):
         bias = w["bias"][jnp.clip(jnp.arange(S)[:, None] - jnp.arange(S), 0, 7)].transpose(2, 0, 1)
         y, x = w["shared"][sources], w["shared"][targets]
-        for i in range(L):
-            own = block_of(w, f"in.{i}")
+        for own in blocks_of(w, "in."):
             y = mlp(own, y + attention(own, norm(y), causal=False, bias=bias))
-        for i in range(L):
-            own, across = block_of(w, f"out.{i}"), block_of(w, f"across.{i}")
+        for own, across in zip(blocks_of(w, "out."), blocks_of(w, "across."), strict=True):
             x = x + attention(own, norm(x), bias=bias)
             x = mlp(own, x + attention(across, norm(x), y, causal=False))
         return x @ w["shared"].T
@@ -286,8 +288,7 @@ def bert():
 
     def function(w, tokens, segments):
         x = w["words"][tokens] + w["positions"][jnp.arange(S)] + w["types"][segments]
-        for i in range(L):
-            own = block_of(w, i)
+        for own in blocks_of(w):
             x = norm(x + attention(own, x, causal=False), own.norm)
             x = norm(mlp(own, x), own.norm2)
         return jnp.tanh(x[:, 0] @ w["pooler"]) @ w["classes"]
@@ -303,8 +304,7 @@ def vit():
     def function(w, images):
         x = conv(images, w["patches"], 4).reshape(B, -1, E)
         x = jnp.concatenate([jnp.tile(w["token"], (B, 1, 1)), x], 1) + w["places"]
-        for i in range(L):
-            own = block_of(w, i)
+        for own in blocks_of(w):
             x = mlp(own, x + attention(own, norm(x), causal=False))
         return norm(x)[:, 0] @ w["head"]
 
@@ -383,6 +383,15 @@ def experts_apart():
 
 # Libraries
 
+
+def names_of_blocks(before, text, is_scanned=False):
+    """Of blocks one by one, or of one stack of them."""
+    block = read_names(text)
+    if is_scanned:
+        return {f"{before}/{path}": ("layers", *axes) for path, axes in block.items()}
+    return {f"{before}/{i}/{path}": axes for path, axes in block.items() for i in range(L)}
+
+
 TOKENS, BATCH_SEQ = jax.ShapeDtypeStruct((B, S), "int32"), (("batch", "seq"),)
 
 
@@ -439,12 +448,8 @@ EQUINOX_BLOCK = (
 def equinox(is_scanned=False):
     model = eqx.filter_eval_shape(EquinoxTransformer, jax.random.key(0), is_scanned)
     ends = read_names("tokens/weight V E; places/weight T E; head/weight V E")
-    block = read_names(EQUINOX_BLOCK)
-    if is_scanned:
-        names = {f"blocks/{path}": ("layers", *axes) for path, axes in block.items()}
-    else:
-        names = {f"blocks/{i}/{path}": axes for path, axes in block.items() for i in range(L)}
-    return Model(lambda model, x: jax.vmap(model)(x), model, (TOKENS,), BATCH_SEQ, ends | names)
+    names = ends | names_of_blocks("blocks", EQUINOX_BLOCK, is_scanned)
+    return Model(lambda model, x: jax.vmap(model)(x), model, (TOKENS,), BATCH_SEQ, names)
 
 
 FLAX_BLOCK = (
@@ -473,16 +478,16 @@ class NnxTransformer(nnx.Module):
         self.head = nnx.Linear(E, V, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):
-        return self.head(
-            functools.reduce(lambda x, block: block(x), self.blocks, self.embed(tokens))
-        )
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def nnx_transformer():
     model = nnx.eval_shape(lambda: NnxTransformer(nnx.Rngs(0)))
-    block = read_names(FLAX_BLOCK)
-    names = {f"blocks/{i}/{path}": axes for path, axes in block.items() for i in range(L)}
-    names |= read_names("embed/embedding V E; head/kernel E V")
+    names = read_names("embed/embedding V E; head/kernel E V")
+    names |= names_of_blocks("blocks", FLAX_BLOCK)
     return Model(lambda model, x: model(x), model, (TOKENS,), BATCH_SEQ, names)
 
 
@@ -507,10 +512,8 @@ class LinenTransformer(nn.Module):
 
 def linen_transformer():
     module = LinenTransformer()
-    names = {
-        f"params/blocks/{path}": ("layers", *axes) for path, axes in read_names(FLAX_BLOCK).items()
-    }
-    names |= read_names("params/embed/embedding V E; params/head/kernel E V")
+    names = read_names("params/embed/embedding V E; params/head/kernel E V")
+    names |= names_of_blocks("params/blocks", FLAX_BLOCK, is_scanned=True)
     weights = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
     return Model(module.apply, weights, (TOKENS,), BATCH_SEQ, names)
 
@@ -523,8 +526,7 @@ def mixer():
 
     def function(w, x):
         x = x @ w["stem"]
-        for i in range(L):
-            own = block_of(w, i)
+        for own in blocks_of(w):
             x = x + (jax.nn.gelu(x.swapaxes(1, 2) @ own.mix) @ own.back).swapaxes(1, 2)
             x = mlp(own, x)
         return x.mean(1) @ w["head"]
@@ -538,8 +540,7 @@ def conv_net():
 
     def function(w, x):
         x = conv(x, w["stem"])
-        for i in range(L):
-            own = block_of(w, i)
+        for own in blocks_of(w):
             x = x + conv(jax.nn.relu(conv(x, own.up)), own.down)
         return x.mean((1, 2)) @ w["head"]
 
@@ -603,9 +604,9 @@ def two_towers():
     """CLIP: images and texts, equally wide, meet in one space that is as wide as both."""
 
     def tower(w, x):
-        return (
-            functools.reduce(lambda x, i: mlp(block_of(vars(w), i), x), range(L), x).mean(1) @ w.to
-        )
+        for own in blocks_of(vars(w)):
+            x = mlp(own, x)
+        return x.mean(1) @ w.to
 
     def function(w, patches, tokens):
         image, text = block_of(w, "image"), block_of(w, "text")
@@ -631,8 +632,7 @@ def trick(text, start=None, end=None, **sizes):
     def function(w, tokens):
         x = w["embed"][tokens]
         x = x if start is None else start(w, x, tokens)
-        for i in range(L):
-            own = block_of(w, i)
+        for own in blocks_of(w):
             x = mlp(own, x + attention(own, norm(x)))
         return x @ w["head"] if end is None else end(w, x)
 
