@@ -1,5 +1,6 @@
 """Gives logical axes to arrays that carry none, by patterns of their paths; takes them off."""
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -120,20 +121,19 @@ def match_names(
         problems: Where problems go.
         some: Whether arrays may fit no pattern.
     """
-    used: set[str] = set()
+    paths = [each.path for each in arrays]
+    fitting = [[x for x in patterns if matches(x, path)] for path in paths]
+    # They come first, as they are why arrays fit no pattern.
+    used = set(itertools.chain(*fitting))
+    for pattern in (pattern for pattern in patterns if pattern not in used):
+        near = nearest(pattern, paths)
+        fix = f"Write {near!r}." if near else f"Paths are: {paths[:3]}."
+        problems.add(pattern, "this pattern fits no array without names", fix)
     found: dict[str, tuple[Any, ...]] = {}
-    for each in arrays:
-        fitting = [pattern for pattern in patterns if matches(pattern, each.path)]
-        used.update(fitting)
-        names = None if some and not fitting else _names_for(each, fitting, patterns, problems)
+    for each, own in zip(arrays, fitting, strict=True):
+        names = None if some and not own else _names_for(each, own, patterns, problems)
         if names is not None:
             found[each.path] = names
-    paths = [each.path for each in arrays]
-    for pattern in patterns:
-        if pattern not in used:
-            near = nearest(pattern, paths)
-            fix = f"Write {near!r}." if near else f"Paths are: {paths[:3]}."
-            problems.add(pattern, "this pattern fits no array without names", fix)
     return found
 
 

@@ -96,6 +96,8 @@ def test_name_axes_finds_all_problems():
     paths = ["layers/0/bias", "layers/1/bias", "embedding", "embeding", "head", "norm"]
     found = problem_paths(pzs.SelectionError, pzs.name_axes, tree, patterns)
     assert sorted(found) == sorted(paths)
+    # It is why an array fits no pattern.
+    assert found[0] == "embeding"
 
 
 def test_name_axes_warns_of_arrays_that_share_their_memory():
