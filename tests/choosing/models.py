@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.choosing.problem import read_problem
@@ -19,6 +20,23 @@ def token_loss(model, rng, state, tokens):
 def read_llama(batch=16, seq=32, optimizer=None, **sizes):
     model = pzs.abstract_model(build_llama, **sizes)
     return read_problem(model, token_loss, optimizer or optax.adam(1e-3), batch, seq)
+
+
+def build_layers(embedding=64, neurons=256):
+    """Two layers of Penzai, for ``square_loss``."""
+    key, narrow, wide = jax.random.key(0), {"embedding": embedding}, {"neurons": neurons}
+    up = pz.nn.Linear.from_config("up", key, narrow, wide)
+    return pz.nn.Sequential([up, pz.nn.Linear.from_config("down", key, wide, narrow)])
+
+
+def square_loss(model, rng, state, x):
+    return (model(x).untag("batch", "embedding") ** 2).mean().unwrap(), state, {}
+
+
+def mlp_weights(embedding, neurons):
+    """The same layers, for ``read_weights``."""
+    up = {"embedding": embedding, "neurons": neurons}
+    return {"up": up, "down": dict(reversed(up.items()))}
 
 
 def read_weights(loss, weights, x, optimizer=None, **options):

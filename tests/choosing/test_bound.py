@@ -12,33 +12,22 @@ from penzai_shard.choosing.candidates import Candidate, make_candidates
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.problem import read_problem
-from tests.choosing.models import read_weights
+from tests.choosing.models import build_layers, mlp_weights, read_weights, square_loss
 
 HARDWARE = Hardware.read("v5e:4")
 LINK = 50e9
 WITHOUT = {"vocabulary": None, "names": {"heads": None}}
 TENSOR_PARALLEL = pzs.Layout.tensor_parallel(**WITHOUT)
-LAYERS = {
-    "up": {"embedding": 512, "neurons": 2048},
-    "down": {"neurons": 2048, "embedding": 512},
-}
+LAYERS = mlp_weights(512, 2048)
 # Two weights of float32.
 WEIGHTS = 2 * 512 * 2048 * 4
 
 
 def make_mlp():
     """Two layers of Penzai, whose parameters a layout gathers."""
-
-    def build():
-        key, narrow, wide = jax.random.key(0), {"embedding": 512}, {"neurons": 2048}
-        up = pz.nn.Linear.from_config("up", key, narrow, wide)
-        return pz.nn.Sequential([up, pz.nn.Linear.from_config("down", key, wide, narrow)])
-
-    def loss_fn(model, rng, state, x):
-        return (model(x).untag("batch", "embedding") ** 2).mean().unwrap(), state, {}
-
+    model = pzs.abstract_model(build_layers, 512, 2048)
     x = jax.eval_shape(lambda: pz.nx.zeros({"batch": 8, "embedding": 512}))
-    return read_problem(pzs.abstract_model(build), loss_fn, optax.adam(1e-3), {"x": x})
+    return read_problem(model, square_loss, optax.adam(1e-3), {"x": x})
 
 
 def make_weights():

@@ -17,12 +17,11 @@ from penzai_shard.choosing.candidates import (
 )
 from penzai_shard.choosing.hardware import Hardware
 from penzai_shard.layouts.axis_roles import mesh_axes_of
-from tests.choosing.models import read_llama, read_weights
+from tests.choosing.models import mlp_weights, read_llama, read_weights
 from tests.refusals import problem_paths, problems_of
 
 GRID = {"data": 4, "model": 2}
-UP = {"embedding": 128, "neurons": 512}
-MLP = {"up": UP, "down": {"neurons": 512, "embedding": 128}}
+MLP = mlp_weights(128, 512)
 
 
 def read_total(weights, optimizer=None):
@@ -174,7 +173,7 @@ def test_make_candidates_counts_meshes_that_are_left_out(batch, options):
     ],
 )
 def test_make_candidates_says_why_there_are_none(keep, reason):
-    problem = read_total({"up": UP})
+    problem = read_total({"up": MLP["up"]})
     found = make_candidates(problem, [GRID], keep=keep)
     assert (len(found), [*found.left_out]) == (0, [reason])
 
@@ -262,7 +261,7 @@ def test_make_candidates_keeps_mesh_axes_in_the_order_of_the_mesh(axis):
 
 
 def test_make_candidates_uses_all_mesh_axes_where_the_batch_keeps_one():
-    problem = read_total({"up": UP})
+    problem = read_total({"up": MLP["up"]})
     meshes = [{"data": 8}, {"replica": 2, "data": 4}]
     found = make_candidates(problem, meshes, keep={"batch": "replica"})
     assert axes_over(found, "neurons") == {("data",)}
@@ -304,7 +303,7 @@ def test_make_candidates_splits_models_with_other_names(weights):
 
 
 def test_make_candidates_refuses_policies_of_blocks_that_there_are_not():
-    problem = read_total({"up": UP})
+    problem = read_total({"up": MLP["up"]})
     call = make_candidates, problem, [GRID]
     assert problem_paths(pzs.RuleTypeError, *call, rematerialise=["dots"]) == ["rematerialise"]
 
@@ -333,12 +332,7 @@ def test_mesh_shapes(name, shapes):
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3), optax.sgd(0.1)])
 def test_stored_bytes_are_those_of_the_plan(optimizer):
-    weights = {
-        "up": {"embedding": 256, "neurons": 512},
-        "down": {"neurons": 512, "embedding": 256},
-        "norm": {"embedding": 256},
-    }
-    problem = read_total(weights, optimizer)
+    problem = read_total({**mlp_weights(256, 512), "norm": {"embedding": 256}}, optimizer)
     found = make_candidates(problem, [GRID], microbatches=(1,))
     assert len(found) == 5
     for each in found:

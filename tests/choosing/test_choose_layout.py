@@ -20,7 +20,7 @@ from penzai_shard.errors import (
     Problem,
     PropagationError,
 )
-from tests.choosing.models import LIBRARIES, TOKENS
+from tests.choosing.models import LIBRARIES, TOKENS, build_layers, square_loss
 from tests.layouts.transformers import build_llama
 from tests.refusals import problem_paths, problems_of, refused
 
@@ -82,27 +82,19 @@ def fakes(monkeypatch):
     return made
 
 
-def build_layers():
-    axes = {"embedding": 64}, {"neurons": 256}
-    up = pz.nn.Linear.from_config("up", jax.random.key(0), *axes)
-    return pz.nn.Sequential([up, pz.nn.Linear.from_config("down", jax.random.key(1), *axes[::-1])])
-
-
-def square(model, rng, state, x):
-    return (model(x).untag("batch", "embedding") ** 2).mean().unwrap(), state, {}
-
-
 X = {"x": pz.nx.ones({"batch": 64, "embedding": 64})}
 
 
-def choose(loss_fn=square, **options):
+def choose(loss_fn=square_loss, **options):
     given = {"devices": "v5e:8", "batch": X, "memory": "16GiB", "progress": False} | options
     return pzs.choose_layout(pzs.abstract_model(build_layers), loss_fn, optax.adam(1e-3), **given)
 
 
 def all_layouts(**options):
     """Every candidate, for an exhaustive search."""
-    problem = choosing.read_problem(pzs.abstract_model(build_layers), square, optax.adam(1e-3), X)
+    problem = choosing.read_problem(
+        pzs.abstract_model(build_layers), square_loss, optax.adam(1e-3), X
+    )
     hardware = choosing.read_devices("v5e:8").hardware
     return choosing.make_candidates(problem, choosing.mesh_shapes(hardware), **options)
 
@@ -332,7 +324,6 @@ def test_choose_layout_refuses_a_loss_with_a_mesh_of_its_own():
 
 
 # From end to end
-
 
 PENZAI = functools.partial(build_llama, vocabulary=64), lambda model, x: model(x), False
 

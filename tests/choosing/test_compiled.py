@@ -14,7 +14,7 @@ from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import StepCost
 from penzai_shard.errors import CompilationError, PlanError
 from penzai_shard.layouts.layout import Layout
-from tests.choosing.models import read_llama, read_weights
+from tests.choosing.models import mlp_weights, read_llama, read_weights
 from tests.refusals import problem_paths
 
 BLOCKS, BATCH, SEQ = 4, 16, 32
@@ -104,11 +104,7 @@ def test_of_a_function_gradients_are_told_from_what_is_passed_on():
         x = w["table"][tokens]
         return ((x + jax.nn.gelu(x @ w["up"]) @ w["down"]) ** 2).mean()
 
-    weights = {
-        "table": {"vocabulary": 40, "embedding": 32},
-        "up": {"embedding": 32, "neurons": 64},
-        "down": {"neurons": 64, "embedding": 32},
-    }
+    weights = {"table": {"vocabulary": 40, "embedding": 32}, **mlp_weights(32, 64)}
     tokens = jax.ShapeDtypeStruct((16, 12), "int32")
     cost = compile_plain(loss, weights, tokens, neurons="model")
     # In a ring of four 3/2 of what is summed; two of three are split in two.
