@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penzai import pz
-from penzai.models.transformer.variants import llamalike_common as llama
 
 import penzai_shard as pzs
 from penzai_shard.naming.cuts import cover
 from penzai_shard.naming.facts import Facts
 from penzai_shard.naming.ties import Ties
 from penzai_shard.naming.trace import trace_call
+from tests.layouts.transformers import build_llama
 
 
 def struct(*shape, dtype="float32"):
@@ -26,12 +26,8 @@ def struct(*shape, dtype="float32"):
 
 def test_classes_of_a_transformer_never_join_two_of_its_axes():
     # All lengths that could be mixed up are equal.
-    config = llama.LlamalikeTransformerConfig(
-        num_kv_heads=4, query_head_multiplier=1, embedding_dim=16, projection_dim=4,
-        mlp_hidden_dim=16, num_decoder_blocks=2, vocab_size=16, mlp_variant="swiglu",
-        tie_embedder_and_logits=False,
-    )  # fmt: skip
-    model = pzs.abstract_model(llama.build_llamalike_transformer, config, jax.random.key(0))
+    sizes = {"embedding": 16, "heads": 4, "projection": 4, "neurons": 16, "vocabulary": 16}
+    model = pzs.abstract_model(build_llama, blocks=2, **sizes)
     tokens = jax.eval_shape(lambda: pz.nx.zeros({"batch": 2, "seq": 8}, dtype=int))
     call = trace_call(lambda model, x: model(x), model, tokens)
     names = collections.defaultdict(set)
@@ -44,13 +40,14 @@ def test_classes_of_a_transformer_never_join_two_of_its_axes():
 
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_a_stack_has_the_same_ties_scanned_or_written_out(is_scanned):
+    def turn(x, w):
+        return jnp.tanh(x @ w["up"]) @ w["down"], None
+
     def run(params, x):
         if is_scanned:
-            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None), x, params)[
-                0
-            ]
+            return jax.lax.scan(turn, x, params)[0]
         for layer in range(3):
-            x = jnp.tanh(x @ params["up"][layer]) @ params["down"][layer]
+            x, _ = turn(x, {path: w[layer] for path, w in params.items()})
         return x
 
     weights = {"up": struct(3, 4, 4), "down": struct(3, 4, 4)}
