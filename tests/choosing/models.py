@@ -39,7 +39,7 @@ def mlp_weights(embedding, neurons):
     return {"up": up, "down": dict(reversed(up.items()))}
 
 
-def read_weights(loss, weights, x, optimizer=None, **options):
+def read_weights(loss, weights, x, optimizer=None):
     """A step of plain arrays, ``loss(weights, x)``; for each weight the lengths of its axes."""
 
     def loss_fn(model, rng, state, x):
@@ -50,8 +50,7 @@ def read_weights(loss, weights, x, optimizer=None, **options):
         for path, axes in weights.items()
     }
     model = pzs.name_axes(structs, {path: tuple(axes) for path, axes in weights.items()})
-    optimizer = optimizer or optax.sgd(0.1)
-    return read_problem(model, loss_fn, optimizer, {"x": x}, plain_arrays=True, **options)
+    return read_problem(model, loss_fn, optimizer or optax.sgd(0.1), {"x": x}, plain_arrays=True)
 
 
 # One model in each library: a table, which also makes the logits, and a layer between
