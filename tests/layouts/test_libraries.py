@@ -199,8 +199,7 @@ def test_what_has_no_known_blocks_moves_parameters_and_gradients_only(library, n
     assert count_elements(compiled, "all-gather") == split > 0
     # Gradients are reduced once, within data and over replicas of a part.
     reduced = count_elements(compiled, "all-reduce|reduce-scatter|all-to-all|collective-permute")
-    ways = 1 if name == "fully_sharded" else 1 + 1 / 4
-    assert reduced <= ways * sum(x.size for x in matrices)
+    assert reduced <= {"fully_sharded": 1, "hybrid": 1.25}[name] * sum(x.size for x in matrices)
 
 
 @pytest.mark.filterwarnings("ignore:jax:DeprecationWarning:haliax")
@@ -241,13 +240,10 @@ def test_gathering_is_for_evaluations():
     batch = layout.shard_batch({"x": x}, mesh, first_axis="batch")
     gather = layout.gathering(MODELS["plain"](), mesh)
     evaluate = pzs.build_eval_step_fn(loss_fn, gather=gather)
-    assert float(evaluate(state, **batch)[0]) == pytest.approx(
-        float(pzs.build_eval_step_fn(loss_fn)(state, **batch)[0]), rel=1e-5
-    )
-    assert {*count_collectives(evaluate.lower(state, **batch).compile())} == {
-        "all-gather",
-        "all-reduce",
-    }
+    plain = pzs.build_eval_step_fn(loss_fn)(state, **batch)[0]
+    np.testing.assert_allclose(evaluate(state, **batch)[0], plain, rtol=1e-5)
+    kinds = count_collectives(evaluate.lower(state, **batch).compile())
+    assert {*kinds} == {"all-gather", "all-reduce"}
 
 
 class NnxWithState(nnx.Module):

@@ -255,10 +255,8 @@ def test_plain_arrays():
 
 def test_a_loss_of_plain_arrays_that_gets_named_ones_is_told_how():
     step = pzs.build_train_step_fn(lambda model, rng, state: (model["w"][0, 0], state, {}))
-    with pytest.raises(IndexError) as caught:
+    with pytest.raises(IndexError, match="plain_arrays=True"):
         step(initial())
-    assert "plain_arrays=True" in caught.value.__notes__[0]
-    assert step(initial(plain_arrays=True))
 
 
 # Layouts of inputs and outputs
