@@ -253,10 +253,11 @@ class Choices(HasReport, Sequence[Choice]):
             sent = _sent_text(second.cost.traffic)
             side = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'}"
             yield f"The next best rules, {second.candidate.words}, hold {side} and send {sent}."
-        slower = "How much slower is not bounded"
+        layouts = f"by these costs, than any of {self.considered:,} layouts"
         if self.gap < _MOST_GAP:
-            slower = f"At most {math.ceil(100 * self.gap)} % slower"
-        yield f"{slower}, by these costs, than any of {self.considered:,} layouts."
+            yield f"At most {math.ceil(100 * self.gap)} % slower, {layouts}."
+        else:
+            yield f"It is not bounded how much slower it is, {layouts}."
 
         larger = [each for each in self.priced if each.needs > self.memory_limit]
         quicker = [each for each in larger if each.seconds < (1 - _SMALL) * best.seconds]

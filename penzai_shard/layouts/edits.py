@@ -145,7 +145,7 @@ class RecipeMaker:
         gathers = self._gathering is not None and self._is_pinned
         if layout.blocks is None and (gathers or self._split_in_layers):
             # Otherwise gradients are summed, and there is one way to do that.
-            fact = f"a layout knows no layers of the {name}: where it reduces, the compiler decides"
+            fact = f"a layout knows no layers of the {name}: the compiler decides where it reduces"
             warn_caller([f"{fact}. Write blocks=MyBlock, or blocks=() if that is meant."])
 
     # What the edits follow from
