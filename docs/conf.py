@@ -1,0 +1,40 @@
+"""Builds the pages of ``docs/`` and the notebooks as a site, by ``python -m sphinx`` in ``.ci/run``."""
+
+import pathlib
+import shutil
+
+import penzai_shard
+
+HERE = pathlib.Path(__file__).parent
+
+project = "penzai_shard"
+author = "The penzai_shard authors"
+version = release = penzai_shard.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"penzai_shard {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+
+# The outputs in the notebooks are those that a test has checked.
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence"]
+# A link to a heading of a page, as GitHub writes it.
+myst_heading_anchors = 3
+
+# Sphinx reads nothing outside its folder, and the notebooks stand beside it.
+(HERE / "notebooks").mkdir(exist_ok=True)
+for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
+    shutil.copy(notebook, HERE / "notebooks")
+
+
+def read_links_of_the_repository(app, name, source):
+    """Leads the links between pages and notebooks, which hold in the repository, to the copies."""
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/").replace("](../docs/", "](../")
+
+
+def setup(app):
+    """Is called by Sphinx."""
+    app.connect("source-read", read_links_of_the_repository)
