@@ -1,4 +1,4 @@
-"""Builds the pages of ``docs/`` and the notebooks as a site, by ``python -m sphinx`` in ``.ci/run``."""
+"""Builds the pages of ``docs/`` and the notebooks as a site; ``.ci/run`` has the command."""
 
 import pathlib
 import shutil
