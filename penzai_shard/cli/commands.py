@@ -99,16 +99,16 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
     """Print the memory and the collectives of STEP, which is not run.
 
     STEP is file.py:name or module:name, of a function without arguments that returns what
-    compile_step or compile_ahead gives, or of such a value.
+    compile_step or compile_ahead gives, or of such a value. The exit status is 1 if it does not
+    fit into its devices.
     """
     from penzai_shard.cli import inputs
-    from penzai_shard.inspection.compile_ahead import AheadReport
     from penzai_shard.inspection.compiling import CompiledStep
     from penzai_shard.inspection.locks import ShardingLock
 
     found = inputs.read_object(step)
     compiled = found() if callable(found) else found
-    if not isinstance(compiled, CompiledStep | AheadReport):
+    if not isinstance(compiled, CompiledStep):
         what = f"{step} gives a {type(compiled).__name__}, not a compiled step"
         fix = "Let it return compile_step(step, state, tokens=tokens)."
         raise inputs.make_error(what, fix)
@@ -119,11 +119,13 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
     else:
         report = compiled.report()
         print(report)
-        for part in filter(None, (compiled.memory, compiled.collectives)):
+        # Of what is too large there is no program, and its memory is what was printed.
+        for part in (compiled.memory, compiled.collectives) if compiled.text else ():
             # What the first report has said already is left out.
             notes = [note for note in part.report().notes if note not in report.notes]
             rows = part.report().rows if show_all else ()
             print(f"\n{dataclasses.replace(part.report(), rows=rows, notes=notes)}")
+        sys.exit(int(not report))
 
 
 @penzai_shard.command()

@@ -11,12 +11,9 @@ import posixpath
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.inspection.attribution import Collective, Part, read_collectives
-from penzai_shard.inspection.topologies import Topology, least_time
+from penzai_shard.inspection.topologies import Topology, least_time, mesh_bandwidths
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import matches, nearest
-from penzai_shard.programs import LOSS, OPTIMIZER
 from penzai_shard.reports.quantities import bytes_text, seconds_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
@@ -98,7 +95,6 @@ class CollectiveReport(HasReport):
     Attributes:
         collectives: Each place in the program where devices exchange data, in its order.
         mesh_sizes: The size of each mesh axis; empty without a mesh.
-        layers: The labels of the step's layers, in the model's order.
         device_kind: What the program is for: ``"cpu"`` or ``"TPU v5 lite"``.
         topology: The devices, where they are described; their links give the least time.
         remarks: What else a reader should know.
@@ -106,7 +102,6 @@ class CollectiveReport(HasReport):
 
     collectives: tuple[Collective, ...]
     mesh_sizes: Mapping[str, int]
-    layers: tuple[str, ...] = ()
     device_kind: str = ""
     topology: Topology | None = None
     remarks: tuple[str, ...] = ()
@@ -174,41 +169,18 @@ class CollectiveReport(HasReport):
                 totals[own] = totals.get(own, Total()).plus(_total(one, payload))
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
 
-    def owned_by(self, pattern: str) -> tuple[Collective, ...]:
-        """The collectives with a part that a layer owns, or a layer inside of it.
-
-        Args:
-            pattern: A label, ``"loss"``, ``"optimizer"`` or ``"unattributed"``, with ``*`` and
-                ``**`` as in all patterns: ``"transformer/block_*/mlp"``.
-
-        Raises:
-            SelectionError: The step has no layer of that name.
-        """
-        known = [*self.layers, LOSS, OPTIMIZER, UNATTRIBUTED]
-        inside = {owner for owner in known if matches(f"{pattern}/**", owner)}
-        if not inside:
-            near = nearest(pattern, known)
-            fix = f"Write {near!r}." if near else "Write a layer of report.by_layer()."
-            problem = Problem("", f"the step has no layer {pattern!r}", fix, "unused")
-            raise SelectionError("owned_by:", [problem])
-        return tuple(
-            one
-            for one in self.collectives
-            if any(inside.intersection(part.layers or (UNATTRIBUTED,)) for part in one.parts)
-        )
-
-    def least_time(self, links: Topology | Mapping[str, float] | None = None) -> float:
+    def least_time(self, links: Mapping[str, float] | None = None) -> float:
         """A lower bound in seconds of the time that the collectives take in one step.
 
         All may run at the same time, also over several mesh axes; latency does not count, nor
         what runs an unknown number of times or in a branch.
 
         Args:
-            links: The devices, or the bytes per second that one device can send over each mesh
-                axis: ``{"data": 25e9, "model": 450e9}``. By default the report's topology.
+            links: The bytes per second that one device can send over each mesh axis:
+                ``{"data": 25e9, "model": 450e9}``. By default those of the report's topology.
 
         Raises:
-            MeshError: A mesh axis has no figure, or the figures are not of this mesh.
+            MeshError: A mesh axis has no figure.
         """
         sent: dict[tuple[str, ...], float] = {}
         for one in self.collectives:
@@ -216,7 +188,9 @@ class CollectiveReport(HasReport):
             axes = tuple(self.mesh_sizes) if one.mesh_axes is None else one.mesh_axes
             certain = 0 if one.is_upper_bound else _total(one, one.payload_bytes).wire_bytes
             sent[axes] = sent.get(axes, 0) + certain
-        return least_time(sent, self.mesh_sizes, self.topology if links is None else links)
+        if links is None and self.topology is not None:
+            links = mesh_bandwidths(self.topology, self.mesh_sizes)
+        return least_time(sent, self.mesh_sizes, links or {})
 
     def report(self) -> Report:
         """The collectives as a table: a row for each layer, kind, mesh axis and phase."""
@@ -313,5 +287,4 @@ def make_collective_report(compiled: "CompiledStep") -> CollectiveReport:
                 "the compiler for CPUs moves bfloat16 as float32; with those of GPUs and TPUs it "
                 "is half the bytes"
             )
-    layers = tuple(step.layers.order)
-    return CollectiveReport(found, sizes, layers, kind, compiled.topology, tuple(notes))
+    return CollectiveReport(found, sizes, kind, compiled.topology, tuple(notes))

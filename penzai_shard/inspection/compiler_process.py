@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental.topologies import get_topology_desc
@@ -58,35 +58,9 @@ class TooLargeError(CompilationError):
     device_kind: str
 
 
-class Answer(NamedTuple):
-    """What a process made of a program.
-
-    Attributes:
-        compiled: The program.
-        device_kind: What the devices are, as JAX names them.
-        log: What the compiler wrote.
-    """
-
-    compiled: Compiled
-    device_kind: str
-    log: str
-
-
-class _Failure(NamedTuple):
-    """What a process answers that could not compile a program.
-
-    Attributes:
-        message: The message of the error.
-        device_kind: What the devices are; empty if they cannot be described.
-    """
-
-    message: str
-    device_kind: str
-
-
 def compile_in_process(
     bytecode: bytes, mesh: AnyMesh | None, topology: Topology, options: bytes | None = None
-) -> Answer:
+) -> tuple[Compiled, str, str]:
     """Compiles a lowered program for the devices of a topology, in a new process.
 
     Args:
@@ -94,6 +68,10 @@ def compile_in_process(
         mesh: Its mesh, which has as many devices as the topology; None for one device.
         topology: The devices.
         options: The settings of JAX and XLA, as ``compile_options`` gives them.
+
+    Returns:
+        What the compiler made of it, what the devices are, as JAX names them, and what the compiler
+        wrote.
 
     Raises:
         TooLargeError: The program does not fit.
@@ -110,7 +88,8 @@ def compile_in_process(
     done = subprocess.run(command, input=request, capture_output=True, env=_environment(topology))
     written = done.stderr.decode("utf-8", "replace")
     try:
-        answer: Answer | _Failure = pickle.loads(done.stdout)
+        # In place of a program the message of an error, and no kind if there are no devices.
+        compiled, kind = pickle.loads(done.stdout)
     except Exception:
         # It was killed, or something else has written where the answer is to be.
         what = f"it ended with status {done.returncode}"
@@ -118,9 +97,9 @@ def compile_in_process(
         fix = "Status -9 is how Linux ends a process where memory is short."
         problem = Problem("", what, fix if done.returncode == -9 else "")
         raise CompilationError("the process that compiles failed:", [problem]) from None
-    if isinstance(answer, _Failure):
-        raise _make_error(answer, topology)
-    return answer._replace(log=written)
+    if isinstance(compiled, str):
+        raise _make_error(compiled, kind, topology)
+    return compiled, kind, written
 
 
 def _environment(topology: Topology) -> dict[str, str]:
@@ -133,14 +112,13 @@ def _environment(topology: Topology) -> dict[str, str]:
     return kept | _FOR_TPUS if topology.platform == "tpu" else kept
 
 
-def _make_error(failure: _Failure, topology: Topology) -> CompilationError:
-    problem = Problem("", failure.message)
-    figures = read_needed_memory(failure.message)
+def _make_error(message: str, device_kind: str, topology: Topology) -> CompilationError:
+    problem, figures = Problem("", message), read_needed_memory(message)
     if figures is None:
         return CompilationError(f"the program cannot be compiled for {topology.name!r}:", [problem])
     error = TooLargeError("the program does not fit:", [problem])
     error.needed, error.limit = figures
-    error.device_kind = failure.device_kind
+    error.device_kind = device_kind
     return error
 
 
@@ -207,8 +185,8 @@ def main() -> None:
         # In the order in which a mesh of all of them has them in a real run.
         mesh = jax.make_mesh((*sizes.values(),), (*sizes,), devices=devices) if sizes else None
         devices = devices[:1] if mesh is None else [*mesh.devices.flat]
-        answer: Any = Answer(compile_bytecode(bytecode, devices, options), kind, "")
+        answer: Any = compile_bytecode(bytecode, devices, options)
     except Exception as error:
-        answer = _Failure(f"{type(error).__name__}: {error}", kind)
-    pickle.dump(answer, answers)
+        answer = f"{type(error).__name__}: {error}"
+    pickle.dump((answer, kind), answers)
     answers.close()

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from penzai_shard.errors import CompilationError, Problem, RuleTypeError
+from penzai_shard.errors import CompilationError, Problem, ProgramError, RuleTypeError
 from penzai_shard.inspection.collectives import CollectiveReport, make_collective_report
 from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
@@ -49,7 +49,7 @@ class CompiledStep(HasReport):
 
     Attributes:
         step: The step, with the layouts that the compiler chose.
-        text: The program.
+        text: The program; empty where the compiler refuses it as too large.
         figures: What it needs of one device, as the compiler counts it.
         device_kind: What it is compiled for.
         memory_limit: The bytes that programs can have on such a device; None if not known.
@@ -58,6 +58,7 @@ class CompiledStep(HasReport):
         remat_warnings: What the compiler warns of: values that it gathers whole because it cannot
             bring them from one layout to another. Each is a sentence with the layer.
         topology: The devices, where they are described.
+        remarks: By what it was compiled, and what of it is an estimate, if not for devices here.
     """
 
     step: LoweredStep
@@ -65,29 +66,46 @@ class CompiledStep(HasReport):
     figures: MemoryFigures
     device_kind: str
     memory_limit: int | None
-    recompilation: tuple[tuple[str, str, str], ...]
-    remat_warnings: tuple[str, ...]
-    topology: Topology | None
+    recompilation: tuple[tuple[str, str, str], ...] = ()
+    remat_warnings: tuple[str, ...] = ()
+    topology: Topology | None = None
+    remarks: tuple[str, ...] = ()
 
     @functools.cached_property
     def program(self) -> Program:
-        """The program as instructions."""
+        """The program as instructions.
+
+        Raises:
+            ProgramError: There is none of a step that is too large.
+        """
+        if not self.text:
+            what, fix = "the compiler gives none that does not fit", "Take more or larger devices."
+            raise ProgramError("the program of the step:", [Problem("", what, fix)])
         return Program.read(self.text)
 
     @functools.cached_property
     def collectives(self) -> CollectiveReport:
-        """What it moves between devices."""
+        """What it moves between devices; an error, as of ``program``, if it is too large."""
         return make_collective_report(self)
 
     @functools.cached_property
     def memory(self) -> MemoryReport:
         """What it needs of one device."""
+        program = self.program if self.text else None
         return make_memory_report(
-            self.step, self.figures, self.program, self.memory_limit, device_kind=self.device_kind
+            self.step, self.figures, program, self.memory_limit, device_kind=self.device_kind
         )
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory of the devices; None if that is not known."""
+        return self.memory.fits
+
     def report(self) -> Report:
-        """A row for each layer, and for what belongs to none."""
+        """A row for each layer, and for what belongs to none; if it is too large, its memory."""
+        if not self.text:
+            report = self.memory.report()
+            return dataclasses.replace(report, notes=[*self.remarks, *report.notes])
         layers, mesh = self.step.layers, self.step.mesh
         arrays, temporaries = collections.Counter[str](), collections.Counter[str]()
         for array in self.step.arguments:
@@ -106,14 +124,15 @@ class CompiledStep(HasReport):
         columns = (Column("layer", "path"), *(Column(name, "bytes") for name in names))
 
         over = "one device" if mesh is None else f"mesh ({mesh_text(mesh)})"
-        verdict = (
-            f"compiled for {over} of {self.device_kind}: {bytes_text(self.figures.total)} of memory"
-        )
+        needed, limit = bytes_text(self.figures.total), self.memory.limit
+        verdict = f"compiled for {over} of {self.device_kind}: {needed} of memory"
+        if limit is not None:
+            verdict += f", which {'fits' if self.fits else 'does not fit'} into {bytes_text(limit)}"
         if mesh is not None:
             at_least = "at least " * bool(self.collectives.unknown_times)
             in_all = bytes_text(self.collectives.wire_bytes)
             verdict += f", {at_least}{in_all} sent by each device in a step"
-        notes = [*self.step.notes]
+        notes = [*self.remarks, *self.step.notes]
         for path, before, after in self.recompilation[:1]:
             notes.append(
                 f"step 2 compiles again: step 1 gets {path} as {before}, and returns {after}; all "
@@ -244,12 +263,7 @@ def read_standard_error(lines: list[str], goes_on: bool = True) -> Iterator[None
 
 
 def make_compiled_step(
-    step: LoweredStep,
-    compiled: Compiled,
-    device_kind: str,
-    memory_limit: int | None,
-    log: str,
-    topology: Topology | None = None,
+    step: LoweredStep, compiled: Compiled, device_kind: str, memory_limit: int | None, log: str
 ) -> CompiledStep:
     """A compiled step of what the compiler gave.
 
@@ -259,7 +273,6 @@ def make_compiled_step(
         device_kind: What it was compiled for.
         memory_limit: The bytes that programs can have on such a device; None if not known.
         log: What the compiler wrote meanwhile.
-        topology: The devices, where they are described.
     """
     used = sorted(compiler.kept_arguments(step.lowered))
     arguments = _lay(step.arguments, used, compiled.input_shardings, step.mesh)
@@ -268,7 +281,7 @@ def make_compiled_step(
     warnings = tuple(_read_remat_warnings(log, step))
     notes = (*step.notes, *warnings)
     step = dataclasses.replace(step, arguments=arguments, results=results, notes=notes)
-    found = device_kind, memory_limit, recompilation, warnings, topology
+    found = device_kind, memory_limit, recompilation, warnings
     return CompiledStep(step, compiled.text, compiled.memory, *found)
 
 

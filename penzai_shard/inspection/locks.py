@@ -5,24 +5,22 @@ layer communicates, for the memory of one device. Two locks are compared as any 
 Nothing in it depends on a run: equal steps give the same bytes.
 """
 
+import collections
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import pathlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from penzai_shard.errors import LockError, Problem
 from penzai_shard.inspection.attribution import Collective
 from penzai_shard.inspection.collectives import UNATTRIBUTED, wire_bytes
-from penzai_shard.inspection.compile_ahead import AheadReport
 from penzai_shard.inspection.compiling import CompiledStep, compile_step
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import fold_paths, group_paths
+from penzai_shard.paths import group_paths
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
@@ -30,7 +28,6 @@ VERSION = 1
 MESH = ("mesh", "sizes")
 RECOMPILATION = "compiles again in step 2"
 _FIX = "Write it with pytest --update-sharding-locks, or with penzai-shard price --json."
-_NUMBERS = re.compile(r"\{([\d,-]+)\}")
 
 
 class LockRow(NamedTuple):
@@ -90,19 +87,15 @@ class ShardingLock(HasReport):
         """The lock of a step, which is compiled and not run.
 
         Args:
-            step: A step as for ``compile_step``; or, without arguments, what ``compile_step`` or
-                ``compile_ahead`` gave.
+            step: As for ``compile_step``, or what that or ``compile_ahead`` gives.
             *args: What it is called with, concrete or abstract.
             **kwargs: The same by keyword.
 
         Raises:
-            LockError: The step was compiled ahead, and is too large to have a program.
+            ProgramError: The step was compiled ahead, and is too large to have a program. Else as
+                ``compile_step``.
         """
-        program = step.program if isinstance(step, AheadReport) else step
-        if program is None:
-            what = "the step does not fit its devices, so it has no program"
-            raise LockError("cannot lock:", [Problem("", what, "Lock it on a larger topology.")])
-        compiled = compile_step(program, *args, **kwargs)
+        compiled = compile_step(step, *args, **kwargs)
         # XLA is a part of jaxlib; for TPUs it is in a package of its own.
         compilers = ("jax", "jaxlib", *(["libtpu"] if "TPU" in compiled.device_kind else []))
         made_by = {name: importlib.metadata.version(name) for name in compilers}
@@ -270,56 +263,41 @@ def _read_array(array: StepArray) -> LockRow:
     )
 
 
-def _read_collectives(collectives: Iterable[Collective]) -> Iterator[LockRow]:
+def _read_collectives(found: Iterable[Collective]) -> Iterator[LockRow]:
     """What each layer sends by each kind of collective, with each array counted.
 
     How many arrays one collective carries is the compiler's affair, and changes with any other
     collective of the program.
     """
-    sums: dict[tuple[str, str], tuple[int, float]] = {}
-    for one in collectives:
+    times = collections.Counter[tuple[str, str]]()
+    sent = collections.defaultdict[tuple[str, str], float](float)
+    for one in found:
         for part in one.parts:
             # XLA:CPU has no reduce-scatter, and keeps a slice of an all-reduce.
             kind = "reduce-scatter" if part.keeps_slice else one.kind
             item = ", ".join(filter(None, [f"{kind} over {one.axes_text}", part.phase]))
             item += "" if one.times is not None else ", unknown number of times"
             place = " + ".join(part.layers) or UNATTRIBUTED, item
-            times, sent = sums.get(place, (0, 0.0))
             own = 1 if one.times is None else one.times
-            bytes_sent = own * wire_bytes(kind, part.payload_bytes, one.group_size)
-            sums[place] = times + own, sent + bytes_sent
-    for place, (times, sent) in sums.items():
-        yield LockRow(*place, times=times, sent=round(sent))
+            times[place] += own
+            sent[place] += own * wire_bytes(kind, part.payload_bytes, one.group_size)
+    for place in times:
+        yield LockRow(*place, times=times[place], sent=round(sent[place]))
 
 
 # Equal blocks in a file
 
 
 def _fold(rows: Sequence[LockRow]) -> Iterator[dict[str, Any]]:
-    """Each row without what is None; equal rows of equal blocks as one, with their number."""
+    """Each row without what is None; equal rows of equal blocks as one, with all their paths."""
     for members in group_paths((row.path, row[1:]) for row in rows):
         block = [rows[i] for i in members]
         cells = {name: cell for name, cell in block[0]._asdict().items() if cell is not None}
-        path = fold_paths([row.path for row in block])
-        # Numbers with leading zeros, for instance, would be others.
-        if len(block) > 1 and {*_read_ranges(path)} == {row.path for row in block}:
-            yield cells | {"path": path, "x": len(block)}
-        else:
-            yield from (cells | {"path": row.path} for row in block)
+        paths = [row.path for row in block]
+        yield cells | {"path": paths if len(paths) > 1 else paths[0]}
 
 
 def _unfold(lines: Iterable[dict[str, Any]]) -> Iterator[LockRow]:
     for line in lines:
-        cells = {name: cell for name, cell in line.items() if name not in ("path", "x")}
-        paths = _read_ranges(line["path"]) if "x" in line else [line["path"]]
-        yield from (LockRow(path, **cells) for path in paths)
-
-
-def _read_ranges(path: str) -> list[str]:
-    """The paths that ``block_{0-2,5}/w`` stands for."""
-    pieces = [[piece] for piece in _NUMBERS.split(path)]
-    # Of text and ranges in turn.
-    for index in range(1, len(pieces), 2):
-        runs = [[*map(int, run.split("-"))] for run in pieces[index][0].split(",")]
-        pieces[index] = [str(n) for run in runs for n in range(run[0], run[-1] + 1)]
-    return list(map("".join, itertools.product(*pieces)))
+        paths = [line["path"]] if isinstance(line["path"], str) else line["path"]
+        yield from (LockRow(**line | {"path": path}) for path in paths)

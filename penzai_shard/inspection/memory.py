@@ -2,7 +2,8 @@
 
 What is there between steps is summed from the sizes of the arrays' parts; the other items are the
 compiler's own figures. What is in memory at the moment of most is an estimate: compilers do not
-say what they put where, so it is read from the order of the program's instructions.
+say what they put where, so it is read from the order of the program's instructions. Arrays that a
+rule could split are findings of ``lint``, which plans each rule that it offers.
 """
 
 import collections
@@ -10,9 +11,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax.sharding import PartitionSpec
-
-from penzai_shard import specs
 from penzai_shard.inspection.collectives import UNATTRIBUTED
 from penzai_shard.inspection.hlo import Program
 from penzai_shard.inspection.liveness import read_peak
@@ -59,9 +57,9 @@ class Suggestion(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryItems:
-    """What a step needs of one device, in bytes.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MemoryReport(HasReport):
+    """What a step needs of the memory of one device: items in bytes, and what they are made of.
 
     Attributes:
         parameters: The model's parameters.
@@ -80,6 +78,13 @@ class MemoryItems:
             are taken off.
         resident: What is there between steps: the first four items.
         host: What is in the host's memory, for each device.
+        step: The step.
+        device_kind: What the devices are.
+        limit: What programs can have of a device's memory; None if not known.
+        peak: The temporaries at the moment of most, by layer and phase, the largest first: an
+            estimate. Empty where that does not explain the compiler's figure.
+        suggestions: What would save most, the largest saving first. Each is for the step as it is:
+            two together may save less than their sum.
     """
 
     parameters: int
@@ -96,26 +101,6 @@ class MemoryItems:
     total: int
     resident: int
     host: int
-
-    def items(self) -> dict[str, int]:
-        """Every item by its name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(MemoryItems)}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MemoryReport(MemoryItems, HasReport):
-    """What a step needs of the memory of one device: ``MemoryItems``, and what they are made of.
-
-    Attributes:
-        step: The step.
-        device_kind: What the devices are.
-        limit: What programs can have of a device's memory; None if not known.
-        peak: The temporaries at the moment of most, by layer and phase, the largest first: an
-            estimate. Empty where that does not explain the compiler's figure.
-        suggestions: Up to three sentences on what would save most, the largest saving first. Each
-            is for the step as it is: two together may save less than their sum.
-    """
-
     step: "LoweredStep"
     device_kind: str
     limit: int | None
@@ -149,7 +134,8 @@ class MemoryReport(MemoryItems, HasReport):
                 rows.append((name.replace("_", " "), "", "", -size if is_taken_off else size, None))
         for row in self.peak:
             rows.append((row.layer, f"temporaries {row.phase}".strip(), "", None, row.bytes))
-        facts = {"device_kind": self.device_kind, "limit": self.limit, **self.items()}
+        others = ("step", "peak", "suggestions")
+        facts = {name: value for name, value in vars(self).items() if name not in others}
         notes = [*self._notes()]
         report = Report("Memory", self._verdict(), columns, rows, notes, self.fits, facts)
         return dataclasses.replace(report, key=("memory", "part"))
@@ -212,7 +198,7 @@ def make_memory_report(
     if memory_limit is None and published is not None:
         memory_limit = int(published.memory)
     peak: Sequence[PeakRow] = ()
-    suggestions = [_suggest_donation(step), *_suggest_rules(step)]
+    suggestions = [_suggest_donation(step)]
     if program is not None:
         peak = _read_peak_rows(step, program, figures.temporaries)
         # A step that computes something again has made its choice.
@@ -226,7 +212,7 @@ def make_memory_report(
         device_kind=device_kind,
         limit=memory_limit,
         peak=tuple(peak),
-        suggestions=tuple(sorted(worth, reverse=True)[:3]),
+        suggestions=tuple(sorted(worth, reverse=True)),
     )
 
 
@@ -274,37 +260,6 @@ def _suggest_donation(step: "LoweredStep") -> Suggestion:
             saves += now.bytes_per_device
     write = "donate_params_and_state=True of build_train_step_fn, or donate_argnums of jax.jit"
     return Suggestion(saves, f"donate the state, whose memory the next one then takes: {write}")
-
-
-def _suggest_rules(step: "LoweredStep") -> Iterator[Suggestion]:
-    """Rules for all that goes by the parameters, and for what the optimizer keeps of them."""
-    if rule := _find_rule(step, "parameters", "optimizer state"):
-        yield Suggestion(rule[1], f"add the rule {rule[0]} to those of the parameters")
-    if rule := _find_rule(step, "optimizer state"):
-        text = f"split what the optimizer keeps by the rule {rule[0]} besides those of the "
-        text += "parameters: train_state_sharding(..., optimizer_rules=...)"
-        yield Suggestion(rule[1], text)
-
-
-def _find_rule(step: "LoweredStep", *parts: str) -> tuple[dict[Any, str], int] | None:
-    """The rule that splits most over a mesh axis which no array with that logical axis uses."""
-    sizes = {} if step.mesh is None else step.mesh.shape
-    savings: collections.Counter[tuple[Any, str]] = collections.Counter()
-    impossible = set()
-    for array in step.arguments:
-        if array.part not in parts or array.names is None or array.is_on_host:
-            continue
-        used = specs.mesh_axes(array.spec or PartitionSpec(), len(array.shape))
-        for name, length, axes in zip(array.names, array.shape, used, strict=True):
-            for mesh_axis, size in sizes.items():
-                savings[name, mesh_axis] += array.bytes_per_device * (size - 1) // size
-                is_taken = bool(axes) or any(mesh_axis in others for others in used)
-                if name is None or is_taken or length % size:
-                    impossible.add((name, mesh_axis))
-    possible = ((rule, saves) for rule, saves in savings.most_common() if rule not in impossible)
-    for (name, mesh_axis), saves in possible:
-        return {name: mesh_axis}, saves
-    return None
 
 
 def _suggest_remat(

@@ -284,7 +284,7 @@ def _count_links(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[str,
 def least_time(
     sent: Mapping[tuple[str, ...], float],
     mesh_sizes: Mapping[str, int],
-    links: Topology | Mapping[str, float] | None,
+    rates: Mapping[str, float],
 ) -> float:
     """A lower bound in seconds of the time to send bytes over mesh axes.
 
@@ -294,7 +294,7 @@ def least_time(
     Args:
         sent: The bytes that one device sends over each set of mesh axes.
         mesh_sizes: The size of each mesh axis.
-        links: The devices, or the bytes per second that one device can send over each mesh axis.
+        rates: The bytes per second that one device can send over each mesh axis.
 
     Raises:
         MeshError: A mesh axis has no figure.
@@ -306,7 +306,6 @@ def least_time(
     used = sorted({axis for axes, bytes_ in sent.items() if bytes_ for axis in axes})
     if not used:
         return 0.0
-    rates = mesh_bandwidths(links, mesh_sizes) if isinstance(links, Topology) else links or {}
     problems = Problems("the least time needs bytes per second for each mesh axis:")
     fix = f"Write least_time({dict.fromkeys(mesh_sizes, 25e9)})."
     for axis in used:

@@ -20,8 +20,7 @@ from penzai_shard.causes.why import WhyReport, why
 from penzai_shard.errors import Problem
 from penzai_shard.findings.lint import LintReport, lint
 from penzai_shard.inspection.collectives import CollectiveReport
-from penzai_shard.inspection.compile_ahead import AheadReport
-from penzai_shard.inspection.compiling import compile_step
+from penzai_shard.inspection.compiling import CompiledStep, compile_step
 from penzai_shard.inspection.memory import MemoryReport
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.meshes import AnyMesh, axis_sizes, mesh_text
@@ -168,23 +167,18 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
     if step is None:
         verdict = "no step is given: report(model, mesh, rules, step, ...)"
         return dict.fromkeys(titles, Report("", verdict))
-    compiled: Any = step
-    if not isinstance(step, AheadReport):
-        compiled = _attempt(lambda: compile_step(step, *args, **kwargs), errors.CompilationError)
-    if isinstance(compiled, Report):
+    compiled = _attempt(lambda: compile_step(step, *args, **kwargs), errors.CompilationError)
+    if not isinstance(compiled, CompiledStep):
         return dict.fromkeys(titles, compiled)
-    own = compiled.memory.step.mesh
+    own = compiled.step.mesh
     if own is None or axis_sizes(own) != axis_sizes(mesh):
         where = "on no mesh" if own is None else f"on mesh ({mesh_text(own)})"
         what = f"the arrays of the step are {where}, and the page is of mesh ({mesh_text(mesh)})"
         fix = "Give the mesh of the step, or place its arrays on this one."
         raise errors.MeshError("report:", [Problem("", what, fix)])
-    program = compiled.program if isinstance(compiled, AheadReport) else compiled
-    if program is None:
-        unknown = Report("", "the compiler gives no program of a step that is too large")
-        return {**dict.fromkeys(titles, unknown), "Memory": compiled.memory}
-    collectives = _attempt(lambda: program.collectives, errors.ProgramError)
-    causes = _attempt(lambda: why(program), errors.PropagationError)
+    # Of a step that is too large the compiler gives no program.
+    collectives = _attempt(lambda: compiled.collectives, errors.ProgramError)
+    causes = _attempt(lambda: why(compiled), errors.PropagationError)
     sections = {"Memory": compiled.memory, "Collectives": collectives}
     if isinstance(causes, WhyReport) and isinstance(collectives, CollectiveReport):
         because = causes.collectives()

@@ -64,20 +64,6 @@ def test_unknown_times_are_in_no_sum_and_are_listed():
     assert found.to_data()["unknown_times"] == 1
 
 
-def test_owned_by_finds_layers_and_what_is_in_them():
-    up, other, unknown = collective("block_1/mlp/up"), collective("block_11/mlp/up"), collective()
-    merged = collective("block_1/attention/query", "block_1/attention/key")
-    owners = [x for one in (up, merged, other) for x in one.parts[0].layers]
-    found = report(up, merged, other, unknown, layers=(*owners, "block_2/norm"))
-    assert found.owned_by("block_1/attention/key") == (merged,)
-    assert found.owned_by("block_1") == (up, merged)
-    assert found.owned_by("block_*/mlp") == found.owned_by("**/up") == (up, other)
-    assert found.owned_by("block_2") == found.owned_by("optimizer") == ()
-    assert found.owned_by("unattributed") == found.unattributed == (unknown,)
-    problems = problems_of(pzs.SelectionError, found.owned_by, "block_1/mlp/pu")
-    assert "'block_1/mlp/up'" in problems[0].fix
-
-
 def test_rows_say_what_moves():
     words = {
         "gradient of activation f32[8] of mlp": "gradients of activations",

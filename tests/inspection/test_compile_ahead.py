@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import penzai_shard as pzs
+from penzai_shard.errors import ProgramError
 from penzai_shard.inspection import compile_ahead as module
 from penzai_shard.inspection.compiler_process import TooLargeError
 from tests.refusals import problems_of
@@ -56,7 +57,7 @@ def test_simulated_devices_give_what_those_here_give():
     assert (dict(os.environ), jax.devices()) == before
     here = pzs.compile_step(step, *arrays(data=4))
     assert there.collectives.to_data() == here.collectives.to_data()
-    assert there.program.figures == here.figures
+    assert there.figures == here.figures
     assert (there.fits, there.device_kind) == (None, "cpu")
     assert "estimated: all for GPUs and TPUs" in str(there)
 
@@ -79,7 +80,7 @@ def test_abstract_mesh_may_have_more_devices_than_are_here(monkeypatch, tmp_path
         y = jax.lax.with_sharding_constraint(jnp.sin(x), fine)
         return step(x, w), jax.lax.with_sharding_constraint(jnp.cos(y), coarse)
 
-    there = pzs.compile_ahead(gather, x, w, topology="cpu:16").program
+    there = pzs.compile_ahead(gather, x, w, topology="cpu:16")
     for compiled in (pzs.compile_step(gather, x, w), there):
         assert collectives_of(compiled.collectives) >= {PRODUCT, SUM}
         assert compiled.memory.inputs == INPUTS
@@ -93,11 +94,13 @@ def test_step_that_is_too_large_is_reported_with_what_it_needs(monkeypatch):
     ignoring = jax.jit(lambda x, w, unused: step(x, w))
     large = arrays(2**19, 2**15)
     report = pzs.compile_ahead(ignoring, *large, large[1], topology="cpu:16")
-    assert (report.fits, report.collectives, report.program) == (False, None, None)
+    assert report.fits is False
+    with pytest.raises(ProgramError):
+        print(report.collectives)
     memory = report.memory
     assert (memory.total, memory.limit, memory.padding) == (196 * 2**30, 15 * 2**30, 0)
     assert memory.inputs - memory.unused == 2**34 * 4 // 16 + 2**30 * 4 // 2
-    assert "memory" not in report.exact
+    assert "exact: the size of what comes in\n" in str(report)
     assert "does not fit" in report.report().verdict
 
 
@@ -126,11 +129,12 @@ def test_tpus():
     report = pzs.compile_ahead(step, *arrays(), topology="v5e:4x4")
     assert collectives_of(report.collectives) >= {PRODUCT}
     assert (report.fits, report.memory.inputs) == (True, INPUTS)
+    assert "which fits into 15.8 GiB" in str(report)
     rows = report.memory.to_data()["rows"]
     assert sum(row["per device"] or 0 for row in rows) == report.memory.total
     assert 0 < report.collectives.least_time() < 1
     large = pzs.compile_ahead(step, *arrays(2**18, 2**20), topology="v5e:4x4")
-    assert (large.fits, large.collectives) == (False, None)
+    assert large.fits is False
     assert large.memory.total > large.memory.limit == int(15.75 * 2**30)
 
 

@@ -1,6 +1,5 @@
 """What a step needs of a device, against the arrays themselves and XLA's own analysis."""
 
-import dataclasses
 import functools
 
 import jax
@@ -104,44 +103,23 @@ def test_peak_names_the_layers_whose_activations_wait_for_the_backward_pass():
 def test_suggestions_name_no_block_that_is_computed_again_or_is_the_only_one():
     for model in (functools.partial(build, 4, wrap=pzs.Checkpointed), functools.partial(build, 1)):
         step, state, x = make_step({}, model, examples=4096)
-        texts = [each.text for each in pzs.device_memory(step, state, x=x).suggestions]
-        assert texts
-        assert not any("again" in text for text in texts)
+        assert pzs.device_memory(step, state, x=x).suggestions == ()
 
 
-def test_suggestions_save_what_they_say(sharded):
+def test_donation_saves_what_is_said(sharded):
     step, state, x = make_step({"neurons": "data"}, donate=False)
     report = pzs.device_memory(step, state, x=x)
-    donation, parameters, optimizer = report.suggestions
-    held = report.parameters + report.optimizer_state
+    (donation,) = report.suggestions
     # The number of the step is an argument that is not donated.
+    held = report.parameters + report.optimizer_state
     assert (donation.saves, "donate_params_and_state" in donation.text) == (held + 4, True)
     donating = pzs.device_memory(*make_step({"neurons": "data"})[:2], x=x)
     assert donating.donated == donation.saves - 4
     assert donating.total < report.total
-    rules = {"neurons": "data", "embedding": "model"}
-    for found, options in (
-        (parameters, {"rules": rules}),
-        (optimizer, {"rules": {"neurons": "data"}, "optimizer_rules": rules}),
-    ):
-        assert "{'embedding': 'model'}" in found.text
-        _, state, _ = make_step(**options)
-        assert found.saves == held - bytes_there(state.params, state.opt_state)
-    texts = [each.text for each in sharded[-1].memory.suggestions]
-    assert not any("donate" in text or "rule" in text for text in texts)
+    assert not any("donate" in each.text for each in sharded[-1].memory.suggestions)
 
 
-def test_suggestions_are_possible():
-    # 18 does not divide over "data", and "model" is taken; then arrays without names.
-    step, state, x = make_step({"neurons": "model"}, width=18)
-    compiled = pzs.compile_step(step, state, x=x)
-    arrays = [
-        dataclasses.replace(a, names=(None,) * len(a.shape), sharding=None)
-        for a in compiled.step.arguments
-    ]
-    nameless = dataclasses.replace(compiled.step, arguments=tuple(arrays))
-    for each in (compiled.step, nameless):
-        assert make_memory_report(each, compiled.figures, compiled.program).suggestions == ()
+def test_donation_is_possible():
     # Next values that lie otherwise, or are of another dtype, cannot take the memory.
     rows, whole = (NamedSharding(MESH, spec) for spec in (PartitionSpec("data"), PartitionSpec()))
     params = dict.fromkeys("ab", jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=rows))
@@ -190,5 +168,3 @@ def test_arrays_in_the_memory_of_the_host_count_apart():
     report = pzs.device_memory(jax.jit(lambda model, x: x.sum()), there, x)
     assert (report.host, report.inputs, report.parameters) == (bytes_there(model), 8 * 8 * 4, 0)
     assert (report.unused, report.padding) == (0, 0)
-    # Splitting them would save nothing on a device.
-    assert report.suggestions == ()

