@@ -70,9 +70,9 @@ class Verdict:
         return max(parts), sum(parts)
 
 
-def judge(problem: Any, candidate: Any) -> Verdict:
+def judge(workload: Any, candidate: Any) -> Verdict:
     """Compiles a step in a layout, and reads what it costs."""
-    step, state, inputs = problem.build(candidate)
+    step, state, inputs = workload.build(candidate)
     lowered = step.lowerable(state, **inputs).trace().lower(lowering_platforms=("cpu",))
     sizes = dict(candidate.mesh_sizes)
     devices = jax.devices("cpu")[: math.prod(sizes.values())]

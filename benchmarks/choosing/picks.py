@@ -32,8 +32,8 @@ from penzai_shard.choosing.bound import bound
 from penzai_shard.choosing.candidates import Candidate, make_candidates, mesh_shapes
 from penzai_shard.choosing.cost import Prices
 from penzai_shard.choosing.hardware import Hardware, step_time
-from penzai_shard.choosing.problem import Problem, read_problem
 from penzai_shard.choosing.search import Price, search
+from penzai_shard.choosing.workload import Workload, read_workload
 from penzai_shard.errors import ShardingError
 from penzai_shard.progress import progress
 
@@ -44,17 +44,19 @@ from penzai_shard.progress import progress
 class Question:
     """A pair, read: the step, the devices, and every candidate."""
 
-    problem: Problem
+    workload: Workload
     hardware: Hardware
     candidates: list[Candidate]
 
     @classmethod
     def read(cls, pair: Pair) -> "Question":
         step, hardware = pair.make_step(), Hardware.read(pair.devices)
-        problem = read_problem(**{x.name: getattr(step, x.name) for x in dataclasses.fields(step)})
+        workload = read_workload(
+            **{x.name: getattr(step, x.name) for x in dataclasses.fields(step)}
+        )
         meshes = mesh_shapes(hardware) if pair.mesh is None else [pair.mesh]
         ways = {"rematerialise": pair.rematerialise, "microbatches": pair.microbatches}
-        return cls(problem, hardware, make_candidates(problem, meshes, keep=pair.keep, **ways))
+        return cls(workload, hardware, make_candidates(workload, meshes, keep=pair.keep, **ways))
 
 
 def read_truth(name: str, question: Question, cache: pathlib.Path) -> dict[str, Verdict]:
@@ -70,7 +72,7 @@ def read_truth(name: str, question: Question, cache: pathlib.Path) -> dict[str, 
         for one in missing:
             row: dict[str, Any] = {"words": one.words}
             try:
-                row |= dataclasses.asdict(judge(question.problem, one))
+                row |= dataclasses.asdict(judge(question.workload, one))
             except (ShardingError, ValueError, jax.errors.JaxRuntimeError) as error:
                 row["error"] = f"{type(error).__name__}: {error}"
             known[one.words] = row
@@ -178,7 +180,7 @@ class Outcome:
 
 def judge_picks(name: str, question: Question, truth: Mapping[str, Verdict]) -> Outcome:
     """Prices and searches the candidates of a pair, and prints how each pick went wrong."""
-    hardware, prices = question.hardware, Prices(question.problem)
+    hardware, prices = question.hardware, Prices(question.workload)
     candidates, estimates, exact = [], [], []
     known = [one for one in question.candidates if one.words in truth]
     for one in known:
@@ -196,7 +198,7 @@ def judge_picks(name: str, question: Question, truth: Mapping[str, Verdict]) -> 
         exact.append(Price(*verdict.price(sizes, hardware), verdict.memory))
 
     kinds = [kinds_of(one) for one in candidates]
-    bounds = [bound(question.problem, one, hardware) for one in candidates]
+    bounds = [bound(question.workload, one, hardware) for one in candidates]
     picks = {
         fits: pick_under(x, estimates, exact, kinds, min(bounds)) for fits, x in FITTING.items()
     }

@@ -33,7 +33,7 @@ def main() -> None:
     for name in options.pairs:
         question = Question.read(PAIRS[name])
         truth = read_truth(name, question, options.cache)
-        prices, rows, start = Prices(question.problem), [], time.process_time()
+        prices, rows, start = Prices(question.workload), [], time.process_time()
         for one in question.candidates:
             if (known := truth.get(one.words)) is None:
                 continue

@@ -34,9 +34,9 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
 from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Hardware, step_time
-from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.spmd import DeviceProgram
+from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import ShardingWarning
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layouts.axis_roles import mesh_axes_of
@@ -54,16 +54,16 @@ _LOOKUP, _PRODUCT = "stablehlo.gather", "stablehlo.dot_general"
 _SUMS = (_PRODUCT, "stablehlo.convolution", "stablehlo.scatter", "stablehlo.reduce")
 
 
-def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
+def bound(workload: Workload, candidate: Candidate, hardware: Hardware) -> float:
     """The seconds of a step that no compilation of a layout can beat.
 
     Args:
-        problem: The step.
+        workload: The step.
         candidate: The layout.
         hardware: The devices.
     """
-    sizes, step = dict(candidate.mesh_sizes), _read_step(problem)
-    examples = problem.sizes[problem.batch_axis]
+    sizes, step = dict(candidate.mesh_sizes), _read_step(workload)
+    examples = workload.sizes[workload.batch_axis]
     parts = part_count(mesh_axes_of("batch", [candidate.layout.compute]), sizes)
     is_one = examples == candidate.microbatches * parts
     summed = step.by_length.items()
@@ -71,19 +71,19 @@ def bound(problem: Problem, candidate: Candidate, hardware: Hardware) -> float:
     gone += [n for length, n in summed if is_one and length == examples > candidate.mesh.size]
     flops = step.flops - sum(gone)
     sent = collections.defaultdict[Any, float](float)
-    for mesh_axes, count in _find_sent(problem, candidate):
+    for mesh_axes, count in _find_sent(workload, candidate):
         sent["", mesh_axes] += count
-    held = {"optimizer": stored_bytes(problem, candidate, ["optimizer"])}
+    held = {"optimizer": stored_bytes(workload, candidate, ["optimizer"])}
     return step_time(StepCost(flops / hardware.device_count, sent, held), sizes, hardware).bound
 
 
-def _find_sent(problem: Problem, candidate: Candidate) -> Iterator[tuple[tuple[str, ...], float]]:
+def _find_sent(workload: Workload, candidate: Candidate) -> Iterator[tuple[tuple[str, ...], float]]:
     """The bytes that are sent for each parameter, and the mesh axes."""
     sizes = dict(candidate.mesh_sizes)
-    step, tables = _read_step(problem), read_tables(problem, candidate)
+    step, tables = _read_step(workload), read_tables(workload, candidate)
     in_use = {axis for axis, size in sizes.items() if size > 1}
     batch = in_use & {*mesh_axes_of("batch", [candidate.layout.compute])}
-    for array, count in stored_arrays(problem).items():
+    for array, count in stored_arrays(workload).items():
         # Small arrays, such as the scale of a norm, may be outside of all layers that are edited.
         if array.part != "parameters" or math.prod(array.sizes) < MIN_SIZE:
             continue
@@ -132,12 +132,12 @@ class _Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def _read_step(problem: Problem) -> _Step:
-    cut = cut_model(problem)
-    model = problem.model if cut is None else cut.one
-    options: dict[str, Any] = {"names": problem.names, "blocks": problem.blocks}
+def _read_step(workload: Workload) -> _Step:
+    cut = cut_model(workload)
+    model = workload.model if cut is None else cut.one
+    options: dict[str, Any] = {"names": workload.names, "blocks": workload.blocks}
     one = Candidate((("data", 1),), Layout(parameters={}, compute={}, **options))
-    prices = Prices(problem)
+    prices = Prices(workload)
     flops, programs = prices.price(one).flops, [steps.place(one) for steps in prices.steps]
 
     mesh = make_mesh({"data": 2}, abstract=True)
@@ -154,7 +154,7 @@ def _read_step(problem: Problem) -> _Step:
     outside = {(leaf.names, leaf.shape) for leaf in leaves_of(edited) if leaf.path not in paths}
     gathered = {(leaf.names, leaf.shape) for leaf in inside} - outside
     # Where the batch is split and nothing else is, gradients are summed that come of all examples.
-    examples = problem.sizes[problem.batch_axis]
+    examples = workload.sizes[workload.batch_axis]
     parts = next((n for n in range(2, examples) if examples % n == 0), examples)
     split = Layout(parameters={}, compute={"batch": "data"}, **options)
     parallel = prices.steps[0].place(Candidate((("data", parts),), split))

@@ -18,7 +18,7 @@ from penzai_shard.arrays.kinds import device_dtype, itemsize
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.hardware import Hardware
-from penzai_shard.choosing.problem import Problem
+from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layouts.axis_roles import axes_of_role
 from penzai_shard.layouts.layout import Layout
@@ -137,10 +137,10 @@ class StateArray(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def stored_arrays(problem: Problem) -> dict[StateArray, int]:
+def stored_arrays(workload: Workload) -> dict[StateArray, int]:
     """The different arrays of parameters and optimizer, and how many there are of each."""
-    given = problem.model, problem.optimizer, jax.random.key(0)
-    state = TrainState.initial_state(*given, plain_arrays=problem.step_options["plain_arrays"])
+    given = workload.model, workload.optimizer, jax.random.key(0)
+    state = TrainState.initial_state(*given, plain_arrays=workload.step_options["plain_arrays"])
     parts = {"params": "parameters", "opt_state": "optimizer"}
     found: collections.Counter[StateArray] = collections.Counter()
     for leaf in name_statistics(leaves_of(state)):
@@ -158,33 +158,33 @@ def stored_arrays(problem: Problem) -> dict[StateArray, int]:
 
 
 def stored_bytes(
-    problem: Problem, candidate: Candidate, parts: Sequence[str] = ("parameters", "optimizer")
+    workload: Workload, candidate: Candidate, parts: Sequence[str] = ("parameters", "optimizer")
 ) -> float:
     """The bytes of parameters and optimizer that one device stores, by arithmetic.
 
     Args:
-        problem: The step.
+        workload: The step.
         candidate: The layout.
         parts: Which of both.
     """
-    tables, mesh_sizes, total = read_tables(problem, candidate), candidate.mesh_sizes, 0.0
-    for array, count in stored_arrays(problem).items():
+    tables, mesh_sizes, total = read_tables(workload, candidate), candidate.mesh_sizes, 0.0
+    for array, count in stored_arrays(workload).items():
         if array.part in parts:
             axes = array.find_axes(tables[array.part], mesh_sizes)
             total += count * array.bytes / part_count(axes, dict(mesh_sizes))
     return total
 
 
-def read_tables(problem: Problem, candidate: Candidate) -> dict[str, AxisRules]:
+def read_tables(workload: Workload, candidate: Candidate) -> dict[str, AxisRules]:
     """The tables of a layout in the model's own names; of the optimizer in any case."""
-    found = candidate.layout.find_roles(_small_model(problem), candidate.mesh).tables
+    found = candidate.layout.find_roles(_small_model(workload), candidate.mesh).tables
     return {"optimizer": found["parameters"], **found}
 
 
 @functools.lru_cache(maxsize=4)
-def _small_model(problem: Problem) -> list[Any]:
+def _small_model(workload: Workload) -> list[Any]:
     """One array for each of the different shapes of the model's named arrays."""
-    shapes = sorted({(x.names, x.shape) for x in leaves_of(problem.model) if x.names}, key=str)
+    shapes = sorted({(x.names, x.shape) for x in leaves_of(workload.model) if x.names}, key=str)
     return [make_named(jax.ShapeDtypeStruct(shape, "float32"), names) for names, shape in shapes]
 
 
@@ -204,7 +204,7 @@ class Candidates(list[Candidate]):
 
 
 def make_candidates(
-    problem: Problem,
+    workload: Workload,
     meshes: Iterable[Mapping[str, int]],
     *,
     keep: Mapping[Any, Any] | None = None,
@@ -220,7 +220,7 @@ def make_candidates(
     split along the sequence or not; blocks keep what a policy says, or gather parameters again.
 
     Args:
-        problem: The step.
+        workload: The step.
         meshes: The sizes of the mesh axes by name; ``mesh_shapes(hardware)`` gives them. The mesh
             axes ``replica`` and ``data`` are for the batch, ``model`` is for the model, and any
             other is tried for both.
@@ -234,7 +234,7 @@ def make_candidates(
         RuleTypeError: ``keep`` names what is not there, or each policy needs blocks that the model
             does not have.
     """
-    maker = _Maker(problem, keep or {}, [dict(sizes) for sizes in meshes], rematerialise)
+    maker = _Maker(workload, keep or {}, [dict(sizes) for sizes in meshes], rematerialise)
     for use in maker.mesh_uses():
         maker.add(use, microbatches)
     return Candidates(maker.found.values(), maker.left_out)
@@ -253,17 +253,17 @@ class _Use(NamedTuple):
 
 
 class _Maker:
-    """The candidates of a problem that were found so far."""
+    """The candidates of a workload that were found so far."""
 
-    def __init__(self, problem: Problem, keep: Any, meshes: list[Any], policies: Any) -> None:
-        self.problem = problem
+    def __init__(self, workload: Workload, keep: Any, meshes: list[Any], policies: Any) -> None:
+        self.workload = workload
         self.found: dict[Any, Candidate] = {}
         self.left_out: collections.Counter[str] = collections.Counter()
-        self.shapes = [(leaf.names or (), leaf.shape) for leaf in leaves_of(_small_model(problem))]
+        self.shapes = [(leaf.names or (), leaf.shape) for leaf in leaves_of(_small_model(workload))]
         pairs = sorted({(n, str(x), x) for own in self.shapes for x, n in zip(*own, strict=True)})
         # The longest first.
         self.axes = [*dict.fromkeys(name for _, _, name in reversed(pairs) if name is not None)]
-        self.names = dict(problem.names)
+        self.names = dict(workload.names)
         for role, others in _OTHER_NAMES.items():
             present = [name for name in others if name in self.axes]
             if present and role not in self.names and not self._has(role):
@@ -273,7 +273,7 @@ class _Maker:
         self.split = roles or self.axes[:4]
 
         problems = Problems("no candidates:")
-        self.has_blocks = problem.blocks != ()
+        self.has_blocks = workload.blocks != ()
         self.policies = [x for x in policies if self.has_blocks or x is None]
         if not self.policies:
             what = f"{[*policies]} need blocks, and no layout knows those of the model"
@@ -329,7 +329,7 @@ class _Maker:
     def add(self, use: _Use, microbatches: Sequence[int]) -> None:
         """Adds the candidates of one way to use a mesh."""
         parts = part_count(use.batch, use.sizes)
-        examples = self.problem.sizes[self.problem.batch_axis]
+        examples = self.workload.sizes[self.workload.batch_axis]
         counts = [n for n in microbatches if examples % (parts * n) == 0]
         if not counts:
             what = f"the batch ({examples:,}) does not divide over {parts:,} devices"
@@ -363,7 +363,7 @@ class _Maker:
         sane = [x for x in itertools.product(*choices) if {*use.model} <= {*itertools.chain(*x)}]
         if not sane:
             self.left_out[f"mesh axis {' or '.join(map(repr, use.model))} has no use"] += 1
-        options: dict[str, Any] = {"names": self.names, "blocks": self.problem.blocks}
+        options: dict[str, Any] = {"names": self.names, "blocks": self.workload.blocks}
         known, of_all = {"batch", "seq", *self.split}, _split_largest(use.batch)
         rest = [(name, over) for name, over in self.kept.items() if name not in known]
         kept = AxisRules([(x, over) for name, over in rest for x in axes_of_role(name, self.names)])
@@ -384,7 +384,7 @@ class _Maker:
     def _find_specs(self, candidate: Candidate) -> dict[str, Any] | None:
         """How tables lay out the different parameters; None if they do not."""
         specs, problems = {}, []
-        for table, rules in read_tables(self.problem, candidate).items():
+        for table, rules in read_tables(self.workload, candidate).items():
             own = [decide(rules.rules, *x, candidate.mesh_sizes) for x in self.shapes]
             problems += [problem.what for each in own for problem in each.problems]
             specs[table] = tuple(each.mesh_axes for each in own)
@@ -393,7 +393,7 @@ class _Maker:
 
     def _make_betweens(self, use: _Use) -> Iterator[AxisRules | None]:
         """How activations lie between blocks."""
-        sizes = self.problem.sizes
+        sizes = self.workload.sizes
         lengths = [sizes[name] for name in axes_of_role("seq", self.names) if name in sizes]
         # Where the last token is a target only, the model sees one less.
         lengths += [length - 1 for length in lengths]

@@ -45,7 +45,6 @@ class Choice:
         hardware: The devices.
         priced_by: ``"compiled"``, ``"compiled (1 and 2 of 80 blocks)"``, or ``"estimated"``.
         step_options: What the step is built with besides.
-        doubt: The part of the memory that has to stay free, by which ``memory`` may err.
         pays: What takes longer than in the pick, and by how many seconds: the three that matter
             most, then what it saves most, less than 0.
     """
@@ -55,7 +54,6 @@ class Choice:
     hardware: Hardware
     priced_by: str
     step_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    doubt: float = 0.0
     pays: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -94,9 +92,9 @@ class Choice:
         return self.cost.memory_bytes
 
     @property
-    def needs(self) -> float:
-        """The memory that a device must have, with what is left free for doubt, in bytes."""
-        return self.memory_bytes / (1 - self.doubt)
+    def memory_text(self) -> str:
+        """What a device holds, for people."""
+        return ", ".join(f"{bytes_text(n)} of {part}" for part, n in self.memory.items() if n)
 
     @property
     def price(self) -> Price:
@@ -192,6 +190,7 @@ class Choices(HasReport, Sequence[Choice]):
         priced: All that were priced, compiled or estimated, those that do not fit too.
         question: What they are for: the inputs and the devices.
         memory_limit: The bytes that a step may need on a device.
+        free: The part of these that stays free, as memory that follows from few blocks may err.
         considered: How many layouts there are whose parameters and optimizer can be stored.
         gap: By which part the pick is slower than the best of these at most, by these costs;
             infinite where nothing bounds it.
@@ -203,6 +202,7 @@ class Choices(HasReport, Sequence[Choice]):
     priced: tuple[Choice, ...]
     question: str
     memory_limit: int
+    free: float
     considered: int
     gap: float
     interrupted: bool = False
@@ -245,8 +245,7 @@ class Choices(HasReport, Sequence[Choice]):
     def _explain(self) -> Iterator[str]:
         """Why the best is the pick, how sure that is, and what would change it."""
         best = self.best
-        held = ", ".join(f"{bytes_text(n)} of {part}" for part, n in best.memory.items() if n)
-        yield f"A device holds {held}; it sends {_sent_text(best.cost.traffic)}."
+        yield f"A device holds {best.memory_text}; it sends {_sent_text(best.cost.traffic)}."
         others = (each for each in self if each.candidate.table != best.candidate.table)
         if (second := next(others, None)) is not None:
             more = second.memory_bytes - best.memory_bytes
@@ -259,14 +258,14 @@ class Choices(HasReport, Sequence[Choice]):
         else:
             yield f"It is not bounded how much slower it is, {layouts}."
 
-        larger = [each for each in self.priced if each.needs > self.memory_limit]
+        larger = [x for x in self.priced if x.memory_bytes > (1 - self.free) * self.memory_limit]
         quicker = [each for each in larger if each.seconds < (1 - _SMALL) * best.seconds]
         time = best.time
         if quicker:
-            near = min(quicker, key=lambda each: (each.needs, each.candidate.words))
-            lacks = bytes_text(near.needs - self.memory_limit)
+            near = min(quicker, key=lambda each: (each.memory_bytes, each.candidate.words))
+            lacks = bytes_text(near.memory_bytes / (1 - self.free) - self.memory_limit)
             word = "may" if near.priced_by == "estimated" else "would"
-            free = f", of all {100 * near.doubt:.0f} % free" if near.doubt else ""
+            free = f", of all {100 * self.free:.0f} % free" if self.free else ""
             needed = f"with {lacks} more on each device{free}"
             yield f"Memory limits: {needed}, this {word} fit: {near!r}."
         elif time.send > max(time.compute, time.update):

@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,19 +22,19 @@ from penzai_shard.choosing.choices import Choice, Choices
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
-from penzai_shard.choosing.problem import Problem, read_options, read_problem
 from penzai_shard.choosing.search import CERTAIN, Price, search
 from penzai_shard.choosing.shallow import cut_model
+from penzai_shard.choosing.workload import Workload, read_options, read_workload
 from penzai_shard.errors import (
     CompilationError,
     MeshError,
     NothingFitsError,
     PlanError,
+    Problem,
     RuleTypeError,
     ShardingError,
     ShardingWarning,
 )
-from penzai_shard.errors import Problem as Mistake
 from penzai_shard.progress import progress as show_progress
 from penzai_shard.reports.quantities import bytes_text
 
@@ -46,7 +46,7 @@ _TABLES = 4
 # Up to _MOST x `compiled` layouts are compiled, if that proves the pick within _GAP of the best.
 _GAP, _MOST = 0.05, 3
 # What all blocks hold follows from one and two of them within this part, which is left free.
-_IN_DOUBT = 0.12
+_FREE = 0.12
 
 
 def choose_layout(
@@ -133,15 +133,15 @@ def choose_layout(
     {'model': 4}
     """
     given = model, loss_fn, optimizer, batch, seq, plain_arrays, names, blocks
-    problem, on, options = _read_all(
-        lambda: read_problem(*given),
+    workload, on, options = _read_all(
+        lambda: read_workload(*given),
         lambda: read_devices(devices, hardware, memory),
         lambda: read_options(compiled, microbatches, rematerialise, keep),
     )
     meshes = mesh_shapes(on.hardware) if on.mesh_sizes is None else [on.mesh_sizes]
-    candidates = make_candidates(problem, meshes, **options)
-    question = f"{problem.words} on {on.words}"
-    pricing = Pricing(problem, on, candidates)
+    candidates = make_candidates(workload, meshes, **options)
+    question = f"{workload.words} on {on.words}"
+    pricing = PricedCandidates(workload, on, candidates)
     interrupted = False
     try:
         pricing.search(compiled, find_spec("rich") is not None if progress is None else progress)
@@ -151,7 +151,7 @@ def choose_layout(
             raise
     reasons = sorted((candidates.left_out + pricing.left_out).items())
     left_out = [f"{n:,} table{'s' * (n > 1)} left out: {why}" for why, n in reasons]
-    mistakes = [Mistake("", why) for why in left_out]
+    mistakes = [Problem("", why) for why in left_out]
     if not pricing.tables:
         raise PlanError(f"there is no sane layout for {question}:", mistakes)
     ranked = pricing.rank()
@@ -159,13 +159,14 @@ def choose_layout(
         raise CompilationError(f"no layout for {question} can be compiled:", mistakes)
     if not ranked:
         fits = f"none of {len(candidates):,} layouts for {question} fits"
-        headline = f"{fits} into {bytes_text(on.memory)} on each device:"
-        raise NothingFitsError(headline, pricing.find_help())
+        headline = f"{fits} into {bytes_text(pricing.limit)} on each device:"
+        raise NothingFitsError(headline, [pricing.find_nearest()])
     return Choices(
         tuple(each.against(ranked[0]) for each in ranked),
         tuple(sorted((pricing.estimates | pricing.exact).values(), key=_rank)),
         question,
         on.memory,
+        pricing.free,
         sum(map(len, pricing.tables)),
         pricing.find_gap(ranked[0]),
         interrupted,
@@ -201,33 +202,37 @@ def _way(candidate: Candidate) -> tuple[bool, str, int]:
     return layout.reshard_after_forward, str(policy or ""), candidate.microbatches
 
 
-class Pricing:
+class PricedCandidates:
     """Candidates, and what is known of their prices; Ctrl-C leaves what there is.
 
     Args:
-        problem: The step.
+        workload: The step.
         devices: The devices.
         candidates: The candidates.
     """
 
-    def __init__(self, problem: Problem, devices: Devices, candidates: Sequence[Candidate]) -> None:
-        self.problem, self.devices = problem, devices
+    def __init__(
+        self, workload: Workload, devices: Devices, candidates: Sequence[Candidate]
+    ) -> None:
+        self.workload, self.devices = workload, devices
         # The plainest come first, in whatever order they are given.
         self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
-        self.prices, self.cut = Prices(problem), cut_model(problem)
-        self.doubt = 0.0 if self.cut is None else _IN_DOUBT
-        self.limit = (1 - self.doubt) * devices.memory
+        self.prices, self.cut = Prices(workload), cut_model(workload)
+        self.free = 0.0 if self.cut is None else _FREE
+        self.limit = (1 - self.free) * devices.memory
         self.estimates: dict[int, Choice] = {}
         self.exact: dict[int, Choice] = {}
         tables: dict[Hashable, list[int]] = collections.defaultdict(list)
         for number, each in enumerate(self.candidates):
             tables[each.table].append(number)
-        stored = {own[0]: stored_bytes(problem, self.candidates[own[0]]) for own in tables.values()}
+        stored = {
+            own[0]: stored_bytes(workload, self.candidates[own[0]]) for own in tables.values()
+        }
         # If none can be stored, the leanest says by how much.
         limit = max(devices.memory, min(stored.values(), default=0))
         # Of a table's ways the last has the most microbatches, and so the least bound.
         found = [
-            (bound(problem, self.candidates[own[-1]], devices.hardware), stored[own[0]], own)
+            (bound(workload, self.candidates[own[-1]], devices.hardware), stored[own[0]], own)
             for own in tables.values()
             if stored[own[0]] <= limit
         ]
@@ -248,8 +253,7 @@ class Pricing:
         return [(*table, candidate.layout.parameters), table, run, ()]
 
     def _add(self, known: dict[int, Choice], number: int, cost: StepCost, how: str) -> Choice:
-        doubt = 0.0 if how == "compiled" else self.doubt
-        given = cost, self.devices.hardware, how, self.problem.step_options, doubt
+        given = cost, self.devices.hardware, how, self.workload.step_options
         known[number] = Choice(self.candidates[number], *given)
         self.bar.advance()
         self.bar.show(f"{len(self.estimates):,} estimated, {len(self.exact):,} compiled")
@@ -334,11 +338,6 @@ class Pricing:
                     x.price.memory / self.estimates[n].price.memory for n, x in self.exact.items()
                 ]
                 error = statistics.median(ratios or [1.0])
-            # What may fit is compiled with all blocks if there is nothing else, which takes long.
-            while not self.rank() and (left := self._find_doubtful()):
-                number = self.candidates.index(left[0].candidate)
-                del self.exact[number]
-                self.compile([number], [0], whole=True)
             self._close_gap(_MOST * most)
 
     def _close_gap(self, most: int) -> None:
@@ -349,48 +348,32 @@ class Pricing:
             if len(self.exact) + len(left) <= most and all(map(self._is_possible, tables)):
                 self.compile(left, range(len(left)))
 
-    def compile(
-        self, numbers: Sequence[int], lot: Sequence[int], whole: bool = False
-    ) -> list[Price]:
+    def compile(self, numbers: Sequence[int], lot: Sequence[int]) -> list[Price]:
         """The prices of compiled steps, of a deep model by one and two of its blocks.
 
         Args:
             numbers: The numbers of candidates.
             lot: Which of these to compile.
-            whole: Whether to compile all blocks.
         """
         new = [numbers[i] for i in lot if numbers[i] not in self.exact]
-        some = [self.candidates[number] for number in new]
+        costs = compile_candidates(self.workload, [self.candidates[number] for number in new])
         how = "compiled"
-        if self.cut is not None and not whole:
+        if self.cut is not None:
             how = f"compiled (1 and 2 of {self.cut.blocks} blocks)"
-        for number, cost in zip(new, self._compile(some, whole), strict=True):
-            if cost is not None:
+        for number, cost in zip(new, costs, strict=True):
+            if isinstance(cost, StepCost):
                 self._add(self.exact, number, cost, how)
+            else:
+                self.left_out[str(cost).partition("\n")[0]] += 1
         # What the compiler refuses does not fit.
         refused = Price(math.inf, math.inf, math.inf)
         found = (self.exact.get(numbers[i]) for i in lot)
         return [refused if each is None else each.price for each in found]
 
-    def _compile(self, some: Sequence[Candidate], whole: bool) -> list[StepCost | None]:
-        """What candidates cost, None of those that the compiler refuses."""
-        try:
-            return [*compile_candidates(self.problem, some, whole=whole)]
-        except CompilationError as error:
-            if len(some) > 1:
-                return [cost for one in some for cost in self._compile([one], whole)]
-            self.left_out[str(error).partition("\n")[0]] += 1
-            return [None]
-
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
-        fitting = [each for each in self.exact.values() if each.needs <= self.devices.memory]
+        fitting = [each for each in self.exact.values() if each.memory_bytes <= self.limit]
         return sorted(fitting, key=_rank)
-
-    def _find_doubtful(self) -> list[Choice]:
-        """Those that may fit, the best first."""
-        found = [x for x in self.exact.values() if x.memory_bytes <= self.devices.memory < x.needs]
-        return sorted(found, key=_rank)
 
     def find_gap(self, best: Choice) -> float:
         """By which part it is slower, at most, than what was not compiled."""
@@ -398,27 +381,18 @@ class Pricing:
         least = min(left, default=best.seconds)
         return max(best.seconds / least - 1, 0.0) if least else math.inf
 
-    def find_help(self) -> Iterator[Mistake]:
-        """What would help where nothing fits: devices, a smaller batch, another optimizer."""
+    def find_nearest(self) -> Problem:
+        """The leanest compiled layout, where nothing fits, and what would help."""
         near = min(self.exact.values(), key=lambda each: (each.memory_bytes, _rank(each)))
-        limit, hardware, need = self.devices.memory, self.devices.hardware, near.memory_bytes
-        what = (
-            f"the nearest needs {bytes_text(need)}, {bytes_text(need - limit)} too much: {near!r}"
-        )
+        lacks, hardware = near.memory_bytes - self.limit, self.devices.hardware
+        what = f"the nearest needs {bytes_text(near.memory_bytes)}, {bytes_text(lacks)} too much"
+        what += f": {near!r}; it holds {near.memory_text}"
+        if self.free:
+            what += f"; {100 * self.free:.0f} % stay free, as not all blocks are compiled"
         kind, count = hardware.name.partition(":")[0], hardware.device_count
-        count *= 2 ** math.ceil(math.log2(need / limit))
-        fix = "Take more of them."
+        count *= 2 ** math.ceil(math.log2(near.memory_bytes / self.limit))
+        devices = "more devices"
         with contextlib.suppress(MeshError):
-            fix = f"Write devices={Hardware.read(f'{kind}:{count}').name!r}."
-        yield Mistake("devices", what, fix)
-        batch = self.problem.sizes[self.problem.batch_axis]
-        grows = near.memory["activations"] + near.memory["inputs"]
-        if need - grows < limit:
-            smaller = batch // 2 ** math.ceil(math.log2(grows / (limit - need + grows)))
-            if smaller:
-                what = f"{bytes_text(grows)} of it are for the batch"
-                fix = f"Write batch={smaller}, or inputs with {self.problem.batch_axis!r} so long."
-                yield Mistake("batch", what, fix)
-        if need - near.memory["optimizer"] < limit:
-            what = f"{bytes_text(near.memory['optimizer'])} of it are kept by the optimizer"
-            yield Mistake("optimizer", what, "Write optimizer=optax.adafactor(1e-3).")
+            devices = f"devices={Hardware.read(f'{kind}:{count}').name!r}"
+        fix = f"Write {devices}, a smaller batch, or an optimizer that keeps less."
+        return Problem("devices", what, fix)

@@ -5,7 +5,6 @@ estimate, as those order operations by themselves.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 import re
@@ -17,9 +16,9 @@ import jax
 
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import StepCost, extrapolate
-from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.spmd import refuse_meshes
+from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.attribution import Part
 from penzai_shard.inspection.collectives import wire_bytes
@@ -42,50 +41,44 @@ _FLAGS = {
 
 
 def compile_candidates(
-    problem: Problem, candidates: Sequence[Candidate], *, whole: bool = False
-) -> list[StepCost]:
+    workload: Workload, candidates: Sequence[Candidate]
+) -> list[StepCost | CompilationError]:
     """What candidates cost by their compiled steps, two of which are compiled at once.
 
+    Deep models are compiled with one and with two of their blocks.
+
     Args:
-        problem: The step.
+        workload: The step.
         candidates: Its layouts.
-        whole: Whether a deep model is compiled with all of its blocks, not with one and with two.
+
+    Returns:
+        For each candidate its cost, or what the compiler says that refuses its program.
 
     Raises:
         PlanError, MeshError, RuleTypeError: As ``Layout.build``.
-        CompilationError: The compiler refuses a program.
     """
-    cut = None if whole else cut_model(problem)
-    models = [problem.model] if cut is None else [cut.one, cut.two]
-    threads = ThreadPoolExecutor(2)
+    cut, threads = cut_model(workload), ThreadPoolExecutor(2)
+    models = [workload.model] if cut is None else [cut.one, cut.two]
     # What the compiler says of layouts that are not taken, nobody needs.
     with read_standard_error([], goes_on=False):
         try:
-            pairs = [*itertools.product(candidates, models)]
-            started = [_start(problem, *pair, threads) for pair in pairs]
-            costs = [
-                _read_cost(candidate, step, future.result())
-                for (candidate, _), (step, future) in zip(pairs, started, strict=True)
+            started = [
+                [_start(workload, x, model, threads) for model in models] for x in candidates
             ]
-        except jax.errors.JaxRuntimeError as error:
-            raise CompilationError(f"choose_layout: the compiler says: {error}") from error
+            pairs = zip(candidates, started, strict=True)
+            return [_read_costs(*pair, 1 if cut is None else cut.blocks) for pair in pairs]
         finally:
             # Whoever interrupts does not wait for what has not begun.
             threads.shutdown(cancel_futures=True)
-    if cut is None:
-        return costs
-    found = []
-    for one, two in zip(costs[::2], costs[1::2], strict=True):
-        # Where two blocks hold less than one, by accident of an order, eighty do not hold nothing.
-        memory = {name: max(held, one.memory[name]) for name, held in two.memory.items()}
-        found.append(extrapolate(one, dataclasses.replace(two, memory=memory), cut.blocks))
-    return found
+
+
+_Started = tuple[LoweredStep, "Future[compiler.Compiled]"]
 
 
 def _start(
-    problem: Problem, candidate: Candidate, model: Any, threads: ThreadPoolExecutor
-) -> tuple[LoweredStep, "Future[compiler.Compiled]"]:
-    step, state, inputs = problem.build(candidate, model=model)
+    workload: Workload, candidate: Candidate, model: Any, threads: ThreadPoolExecutor
+) -> _Started:
+    step, state, inputs = workload.build(candidate, model=model)
     with refuse_meshes():
         lowered = lower_step(step, (state,), inputs, "choose_layout", with_layers=False)
     count = candidate.mesh.size
@@ -95,6 +88,17 @@ def _start(
         compiler.simulated_devices(count),
         compiler.compile_options(count, overrides=_FLAGS),
     )
+
+
+def _read_costs(
+    candidate: Candidate, started: Sequence[_Started], blocks: int
+) -> StepCost | CompilationError:
+    """The cost of a step, or of all blocks by that of one and of two."""
+    try:
+        one, *two = [_read_cost(candidate, step, future.result()) for step, future in started]
+    except jax.errors.JaxRuntimeError as error:
+        return CompilationError(f"choose_layout: the compiler says: {error}")
+    return extrapolate(one, two[0], blocks) if two else one
 
 
 # A compiled step

@@ -14,9 +14,9 @@ from typing import Any
 
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.problem import Problem
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps, spec_of
+from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import Problems, PropagationError
 from penzai_shard.inspection.collectives import wire_bytes
 from penzai_shard.programs import OPTIMIZER
@@ -92,11 +92,9 @@ def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
     """
 
     def extend(first: Mapping[Any, float], second: Mapping[Any, float]) -> dict[Any, float]:
-        lines = {}
-        for key in dict.fromkeys((*first, *second)):
-            start = first.get(key, 0.0)
-            lines[key] = max(start + (blocks - 1) * (second.get(key, 0.0) - start), 0.0)
-        return lines
+        more = {key: second.get(key, 0.0) - first.get(key, 0.0) for key in {**first, **second}}
+        # Where two blocks hold less than one, by accident of an order, eighty do not hold nothing.
+        return {key: first.get(key, 0.0) + (blocks - 1) * max(n, 0.0) for key, n in more.items()}
 
     flops = extend({"": one.flops}, {"": two.flops})[""]
     return StepCost(flops, extend(one.sent, two.sent), extend(one.memory, two.memory))
@@ -113,18 +111,18 @@ class Prices:
     what is sent are as compiled, within a few percent; memory is an estimate, on the low side.
 
     Args:
-        problem: The step.
+        workload: The step.
 
     Attributes:
         steps: The steps of the model, or of the model with one of its blocks and with two.
         blocks: How many blocks it has; 1 if it is not cut.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        cut = cut_model(problem)
-        models = [problem.model] if cut is None else [cut.one, cut.two]
+    def __init__(self, workload: Workload) -> None:
+        cut = cut_model(workload)
+        models = [workload.model] if cut is None else [cut.one, cut.two]
         self.blocks = 1 if cut is None else cut.blocks
-        self.steps = [MarkedSteps(problem, model) for model in models]
+        self.steps = [MarkedSteps(workload, model) for model in models]
 
     def price(self, candidate: Candidate) -> StepCost:
         """What the step costs in a layout.

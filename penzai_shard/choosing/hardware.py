@@ -75,22 +75,17 @@ class Hardware:
             fix = f"Write '{near}:{numbers if is_number else 8}'." if near else _EXAMPLES
             what = f"a name is a kind of device ({', '.join(_FIGURES)}) and a number of them"
             raise MeshError(headline, [Problem("", what, fix)])
-        shape = tuple(map(int, numbers.split("x")))
-        is_gpu = kind in _BETWEEN_HOSTS
+        shape, is_gpu = tuple(map(int, numbers.split("x"))), kind in _BETWEEN_HOSTS
+        count = math.prod(shape)
+        # Of one number the slice, or the whole hosts, that come nearest.
         if is_gpu and len(shape) == 1:
-            hosts = max(shape[0] // _GPUS_OF_A_HOST, 1)
-            if shape[0] > hosts * _GPUS_OF_A_HOST:
-                what = f"they are no whole hosts of {_GPUS_OF_A_HOST}"
-                fix = f"Write '{kind}:{(hosts + 1) * _GPUS_OF_A_HOST}', or '{kind}:{shape[0]}x1'."
-                raise MeshError(headline, [Problem("", what, fix)])
-            shape = hosts, shape[0] // hosts
+            shape = -(-count // _GPUS_OF_A_HOST), min(count, _GPUS_OF_A_HOST)
         elif kind in topologies.SLICES and len(shape) == 1:
             slices = topologies.SLICES[kind].all_shapes()
-            chosen = min(slices, key=lambda each: abs(math.prod(each) - shape[0]))
-            if math.prod(chosen) != shape[0]:
-                what, fix = "there is no slice of so many", f"Write '{kind}:{math.prod(chosen)}'."
-                raise MeshError(headline, [Problem("", what, fix)])
-            shape = chosen
+            shape = min(slices, key=lambda each: abs(math.prod(each) - count))
+        if math.prod(shape) != count:
+            what, fix = "there are not so many together", f"Write '{kind}:{math.prod(shape)}'."
+            raise MeshError(headline, [Problem("", what, fix)])
 
         size = "x".join(map(str, shape))
         # Which GPUs they are is known here; a description of them is for compilers.
@@ -224,28 +219,27 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
         problems.add("devices", f"how fast these {count:,} devices are is not known", fix)
     elif not is_number and hardware is not None:
         problems.add("hardware", f"{devices!r} says what they are already", "Leave it out.")
-    elif not isinstance(hardware, str | Hardware | None):
+    elif not isinstance(hardware, str | None):
         problems.add("hardware", f"{hardware!r} is no name", "Write hardware='v5e'.")
     limit = memory
-    if isinstance(memory, str) and (found := _BYTES.fullmatch(memory)):
-        power = " KMGT".index(found[2] or " ")
-        limit = float(found[1]) * (1024 if found[3] else 1000) ** power
+    if isinstance(memory, str) and (text := _BYTES.fullmatch(memory)):
+        power = " KMGT".index(text[2] or " ")
+        limit = float(text[1]) * (1024 if text[3] else 1000) ** power
     if memory is not None and not (isinstance(limit, int | float) and 1024 <= limit < math.inf):
         fix = "Write a number of bytes, or for instance memory='14GiB'."
         problems.add("memory", f"{memory!r} is no size of a device's memory", fix)
     problems.raise_if_any(RuleTypeError)
 
-    if not isinstance(hardware, Hardware):
-        kind = devices if isinstance(devices, str) else hardware
-        hardware = Hardware.read(kind if ":" in kind else f"{kind}:{count}")
-    if is_number and hardware.device_count != count:
-        what = f"there are {count:,} devices, and {hardware.name!r} has {hardware.device_count:,}"
-        problems.add("hardware", what, f"Write {hardware.name.partition(':')[0]!r}.")
-    if limit is None and hardware.memory is None:
-        what = f"how much a device of {hardware.name!r} has is not known"
+    name = devices if isinstance(devices, str) else hardware
+    found = Hardware.read(name if ":" in name else f"{name}:{count}")
+    if is_number and found.device_count != count:
+        what = f"there are {count:,} devices, and {found.name!r} has {found.device_count:,}"
+        problems.add("hardware", what, f"Write {found.name.partition(':')[0]!r}.")
+    if limit is None and found.memory is None:
+        what = f"how much a device of {found.name!r} has is not known"
         problems.add("memory", what, "Write memory='16GiB'.")
     problems.raise_if_any(MeshError)
-    return Devices(hardware, int(limit or hardware.memory or 0), mesh_sizes)
+    return Devices(found, int(limit or found.memory or 0), mesh_sizes)
 
 
 # Times

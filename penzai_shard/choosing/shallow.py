@@ -6,7 +6,6 @@ of all of them is no longer than one of two, and what a loop sends is another ma
 """
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
@@ -19,9 +18,8 @@ import jax
 from penzai import pz
 
 from penzai_shard.arrays.kinds import is_array, itemsize
-from penzai_shard.arrays.structure import flatten, leaves_of
-from penzai_shard.choosing.problem import Problem
-from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.choosing.workload import Workload
 from penzai_shard.paths import fold_key
 from penzai_shard.programs import inner_programs, open_program
 from penzai_shard.training.step import build_eval_step_fn
@@ -64,21 +62,21 @@ class _Run(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def cut_model(problem: Problem) -> Cut | None:
-    """The model of a problem with one and with two of its equal blocks.
+def cut_model(workload: Workload) -> Cut | None:
+    """The model of a workload with one and with two of its equal blocks.
 
     Blocks are items of a list, or of a dictionary with numbered keys, that are alike but for the
-    numbers in their labels; also groups of items that repeat; and the layers of Penzai's
-    ``LayerStack``. All series of one length are cut together.
+    numbers in their labels; also groups of items that repeat. All series of one length are cut
+    together. Penzai's ``LayerStack`` is not cut: what ``roll_layer_stacks`` makes of it is a loop.
 
     Args:
-        problem: The step.
+        workload: The step.
 
     Returns:
         The models; None if there are fewer than four blocks, if they run in a loop, or if the loss
         function, which is traced, does not take fewer of them or does not compute that much less.
     """
-    model, by_count = problem.model, collections.defaultdict(list)
+    model, by_count = workload.model, collections.defaultdict(list)
     for run in _find_runs(model):
         by_count[run.blocks].append(run)
     ones = {blocks: _cut_runs(model, runs, 1) for blocks, runs in by_count.items()}
@@ -93,7 +91,7 @@ def cut_model(problem: Problem) -> Cut | None:
     # To trace all of a hundred blocks may take longer than to price them.
     last, depth = (three, 3) if all(run.is_certain for run in runs) else (model, blocks)
     try:
-        products = [_count_products(_trace_loss(problem, each)) for each in (one, two, last)]
+        products = [_count_products(_trace_loss(workload, each)) for each in (one, two, last)]
     except Exception:
         # Whatever a loss function raises for a model of another depth, it does not take one.
         return None
@@ -123,9 +121,6 @@ def _cut_runs(model: Any, runs: Sequence[_Run], kept: int) -> Any:
 def _find_runs(node: Any, is_certain: bool = False) -> Iterator[_Run]:
     """The runs of equal blocks in a tree, none of them inside a block of another."""
     if isinstance(node, pz.nn.LayerStack):
-        blocks = node.stack_axis_size
-        if not isinstance(node, RolledLayerStack) and blocks >= _LEAST_BLOCKS:
-            yield _Run(node, blocks, True, functools.partial(_cut_stack, node))
         return
     rest, is_list = node, type(node) in (list, tuple) or isinstance(node, MutableSequence)
     if is_list or isinstance(node, dict):
@@ -184,30 +179,16 @@ def _fold_labels(text: str) -> str:
     return _LABEL.sub(lambda found: fold_key(found[0]), _ADDRESS.sub("", text))
 
 
-def _cut_stack(stack: Any, kept: int) -> Any:
-    axis, shorter = stack.stack_axis, []
-    leaves, structure = flatten(stack.stacked_sublayers)
-    for leaf in leaves:
-        if leaf.names is not None and axis in leaf.names:
-            pairs = zip(leaf.names, leaf.shape, strict=True)
-            shape = tuple(kept if name == axis else size for name, size in pairs)
-            shorter.append(leaf.value.update(shape=shape))
-        else:
-            shorter.append(leaf.value)
-    layers = structure.fill_alike(shorter)
-    return dataclasses.replace(stack, stacked_sublayers=layers, stack_axis_size=kept)
-
-
 # What they compute
 
 
-def _trace_loss(problem: Problem, model: Any) -> Any:
-    options = problem.step_options
+def _trace_loss(workload: Workload, model: Any) -> Any:
+    options = workload.step_options
     state = TrainState.initial_state(
-        model, problem.optimizer, jax.random.key(0), plain_arrays=options["plain_arrays"]
+        model, workload.optimizer, jax.random.key(0), plain_arrays=options["plain_arrays"]
     )
-    evaluate = build_eval_step_fn(problem.loss_fn, batch_axis=options["batch_axis"])
-    return evaluate.trace(state, **problem.as_given(problem.inputs)).jaxpr
+    evaluate = build_eval_step_fn(workload.loss_fn, batch_axis=options["batch_axis"])
+    return evaluate.trace(state, **workload.as_given(workload.inputs)).jaxpr
 
 
 def _count_products(program: Any) -> collections.Counter[Hashable]:

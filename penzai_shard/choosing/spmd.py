@@ -20,9 +20,14 @@ from typing import Any, NamedTuple
 
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.problem import Problem
-from penzai_shard.errors import PlanError, PropagationError, ShardingError, ShardingWarning
-from penzai_shard.errors import Problem as Mistake
+from penzai_shard.choosing.workload import Workload
+from penzai_shard.errors import (
+    PlanError,
+    Problem,
+    PropagationError,
+    ShardingError,
+    ShardingWarning,
+)
 from penzai_shard.jax_internals.compiler import kept_arguments
 from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.layouts.layout import Layout
@@ -134,14 +139,14 @@ class MarkedSteps:
     """The steps of a model in any layout; each structure is lowered when it is first asked for.
 
     Args:
-        problem: The step.
-        model: The model, which may have fewer blocks than the problem's.
+        workload: The step.
+        model: The model, which may have fewer blocks than the workload's.
     """
 
-    def __init__(self, problem: Problem, model: Any) -> None:
-        self._problem, self._model = problem, model
-        leaves = [*leaves_of(model), *leaves_of(dict(problem.inputs))]
-        roles = [name for role in ("batch", "seq") for name in axes_of_role(role, problem.names)]
+    def __init__(self, workload: Workload, model: Any) -> None:
+        self._workload, self._model = workload, model
+        leaves = [*leaves_of(model), *leaves_of(dict(workload.inputs))]
+        roles = [name for role in ("batch", "seq") for name in axes_of_role(role, workload.names)]
         names = (name for leaf in leaves for name in leaf.names or ())
         self._names = [name for name in dict.fromkeys((*roles, *names)) if name is not None]
         self._programs: dict[_Structure, tuple[MarkedProgram, tuple[Leaf, ...], list[int]]] = {}
@@ -199,7 +204,7 @@ class MarkedSteps:
         with warnings.catch_warnings():
             # Warnings are for a layout that is built.
             warnings.simplefilter("ignore", ShardingWarning)
-            step, state, inputs = self._problem.build(candidate, model=self._model)
+            step, state, inputs = self._workload.build(candidate, model=self._model)
             lowerable = step.lowerable(state, **inputs)
         with refuse_meshes():
             lowered = lowerable.trace().lower(lowering_platforms=("cpu",))
@@ -238,7 +243,7 @@ def refuse_meshes() -> Iterator[None]:
     except ValueError as error:
         headline = "the step cannot be lowered for a mesh without devices:"
         fix = "Leave meshes out of the loss function: what it pins, a layout says by names."
-        raise PropagationError(headline, [Mistake("loss_fn", f"{error}", fix)]) from error
+        raise PropagationError(headline, [Problem("loss_fn", f"{error}", fix)]) from error
 
 
 class DeviceProgram:

@@ -9,7 +9,7 @@ from flax import nnx
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.choosing.problem import read_problem
+from penzai_shard.choosing.workload import read_workload
 from tests.layouts.transformers import build_llama
 
 
@@ -19,7 +19,7 @@ def token_loss(model, rng, state, tokens):
 
 def read_llama(batch=16, seq=32, optimizer=None, **sizes):
     model = pzs.abstract_model(build_llama, **sizes)
-    return read_problem(model, token_loss, optimizer or optax.adam(1e-3), batch, seq)
+    return read_workload(model, token_loss, optimizer or optax.adam(1e-3), batch, seq)
 
 
 def build_layers(embedding=64, neurons=256):
@@ -50,7 +50,7 @@ def read_weights(loss, weights, x, optimizer=None):
         for path, axes in weights.items()
     }
     model = pzs.name_axes(structs, {path: tuple(axes) for path, axes in weights.items()})
-    return read_problem(model, loss_fn, optimizer or optax.sgd(0.1), {"x": x}, plain_arrays=True)
+    return read_workload(model, loss_fn, optimizer or optax.sgd(0.1), {"x": x}, plain_arrays=True)
 
 
 # One model in each library: a table, which also makes the logits, and a layer between

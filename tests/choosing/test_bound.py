@@ -11,7 +11,7 @@ from penzai_shard.choosing.bound import bound
 from penzai_shard.choosing.candidates import Candidate, make_candidates
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.hardware import Hardware, step_time
-from penzai_shard.choosing.problem import read_problem
+from penzai_shard.choosing.workload import read_workload
 from tests.choosing.models import build_layers, mlp_weights, read_weights, square_loss
 
 HARDWARE = Hardware.read("v5e:4")
@@ -27,7 +27,7 @@ def make_mlp():
     """Two layers of Penzai, whose parameters a layout gathers."""
     model = pzs.abstract_model(build_layers, 512, 2048)
     x = jax.eval_shape(lambda: pz.nx.zeros({"batch": 8, "embedding": 512}))
-    return read_problem(model, square_loss, optax.adam(1e-3), {"x": x})
+    return read_workload(model, square_loss, optax.adam(1e-3), {"x": x})
 
 
 def make_weights():
@@ -90,10 +90,10 @@ def test_bound_between_hosts_is_that_of_their_network(mlp):
 def test_bound_of_much_computing_is_that_of_its_operations():
     """Three products of 2 x 64 x 512 x 2048 for each of two weights, but the first input's."""
     x = jax.ShapeDtypeStruct((65_536, 512), "float32")
-    problem = read_weights(lambda w, x: (jnp.tanh(x @ w["up"]) @ w["down"]).mean(), LAYERS, x)
+    workload = read_weights(lambda w, x: (jnp.tanh(x @ w["up"]) @ w["down"]).mean(), LAYERS, x)
     candidate = Candidate((("data", 4),), pzs.Layout.data_parallel(blocks=()))
     flops = 5 * 2 * 65_536 * 512 * 2048 / 4
-    assert bound(problem, candidate, HARDWARE) == pytest.approx(flops / HARDWARE.flops, rel=1e-6)
+    assert bound(workload, candidate, HARDWARE) == pytest.approx(flops / HARDWARE.flops, rel=1e-6)
 
 
 def test_bound_of_one_example_at_a_time_counts_no_gradients_of_weights(mlp):
@@ -140,13 +140,13 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("make_problem", [make_mlp, make_weights, *SMALL.values()])
-def test_bound_is_never_above_a_compiled_step(make_problem):
+@pytest.mark.parametrize("make_workload", [make_mlp, make_weights, *SMALL.values()])
+def test_bound_is_never_above_a_compiled_step(make_workload):
     """With few examples, XLA moves rows and activations rather than what is not gathered."""
-    problem = make_problem()
-    found = make_candidates(problem, [{"data": 4}, {"data": 2, "model": 2}], microbatches=(1,))
+    workload = make_workload()
+    found = make_candidates(workload, [{"data": 4}, {"data": 2, "model": 2}], microbatches=(1,))
     # The optimizer's state split, parameters split by two dimensions, and two mesh axes.
     chosen = [*[each for each in found if each.layout.rematerialise is None][1:4], found[-1]]
-    for candidate, cost in zip(chosen, compile_candidates(problem, chosen), strict=True):
+    for candidate, cost in zip(chosen, compile_candidates(workload, chosen), strict=True):
         exact = step_time(cost, dict(candidate.mesh_sizes), HARDWARE).bound
-        assert bound(problem, candidate, HARDWARE) <= exact * 1.0001, candidate.words
+        assert bound(workload, candidate, HARDWARE) <= exact * 1.0001, candidate.words

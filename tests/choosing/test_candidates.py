@@ -33,13 +33,13 @@ def read_total(weights, optimizer=None):
 
 
 @pytest.fixture(scope="module")
-def problem():
+def workload():
     return read_llama(multiplier=2)
 
 
 @pytest.fixture(scope="module")
-def on_hosts(problem):
-    return make_candidates(problem, mesh_shapes(Hardware.read("h100:2x4")), microbatches=(1, 4))
+def on_hosts(workload):
+    return make_candidates(workload, mesh_shapes(Hardware.read("h100:2x4")), microbatches=(1, 4))
 
 
 def layouts_on(found, **mesh_sizes):
@@ -76,8 +76,8 @@ def held_bytes(tree):
         (True, {"replica": 2, "data": 4}, pzs.Layout.hybrid, {"blocks": (), "vocabulary": None}),
     ],
 )
-def test_make_candidates_has_the_presets(problem, is_large, mesh_sizes, preset, options):
-    found = make_candidates(read_total(MLP) if is_large else problem, [mesh_sizes])
+def test_make_candidates_has_the_presets(workload, is_large, mesh_sizes, preset, options):
+    found = make_candidates(read_total(MLP) if is_large else workload, [mesh_sizes])
     assert preset(**options) in layouts_on(found, **mesh_sizes)
 
 
@@ -98,7 +98,7 @@ def test_make_candidates_of_a_small_model_counted_by_hand():
     assert {(each.layout.blocks, each.layout.rematerialise) for each in found} == {((), None)}
 
 
-def test_make_candidates_has_each_once_and_in_one_order(problem, on_hosts):
+def test_make_candidates_has_each_once_and_in_one_order(workload, on_hosts):
     meshes = mesh_shapes(Hardware.read("h100:2x4"))
     again = make_candidates(read_llama(multiplier=2), meshes, microbatches=(1, 4))
     assert len({each.words for each in on_hosts}) == len(on_hosts)
@@ -122,10 +122,10 @@ def test_make_candidates_uses_each_mesh_axis_and_gives_each_device_examples(on_h
         assert 16 % (parts * each.microbatches) == 0
 
 
-def test_make_candidates_has_steps_that_can_be_built(problem, on_hosts):
+def test_make_candidates_has_steps_that_can_be_built(workload, on_hosts):
     for each in on_hosts[:: len(on_hosts) // 2]:
-        _, state, inputs = problem.build(each)
-        assert held_bytes(state.params) == stored_bytes(problem, each, ["parameters"])
+        _, state, inputs = workload.build(each)
+        assert held_bytes(state.params) == stored_bytes(workload, each, ["parameters"])
         (over,), (tokens,) = axes_over([each], "batch"), jax.tree.leaves(inputs)
         parts = math.prod(dict(each.mesh_sizes)[axis] for axis in over)
         assert tokens.sharding.shard_shape(tokens.shape) == (16 // parts, 32)
@@ -134,8 +134,8 @@ def test_make_candidates_has_steps_that_can_be_built(problem, on_hosts):
 def test_make_candidates_of_a_wide_model_on_many_devices():
     """Llama 3 70B, of which one block says as much as 80."""
     sizes = {"embedding": 8192, "projection": 128, "neurons": 28_672, "vocabulary": 128_256}
-    problem = read_llama(256, 2048, optax.adamw(1e-3), heads=8, multiplier=8, **sizes)
-    found = make_candidates(problem, mesh_shapes(Hardware.read("v5e:256")))
+    workload = read_llama(256, 2048, optax.adamw(1e-3), heads=8, multiplier=8, **sizes)
+    found = make_candidates(workload, mesh_shapes(Hardware.read("v5e:256")))
     assert (len(found), len({each.table for each in found})) == (4086, 341)
 
 
@@ -143,8 +143,8 @@ def test_make_candidates_of_a_wide_model_on_many_devices():
 
 
 def test_make_candidates_counts_what_does_not_divide():
-    problem = read_llama(heads=3)
-    found = make_candidates(problem, [GRID])
+    workload = read_llama(heads=3)
+    found = make_candidates(workload, [GRID])
     assert found
     assert axes_over(found, "heads") == {()}
     ((reason, count),) = found.left_out.items()
@@ -173,28 +173,28 @@ def test_make_candidates_counts_meshes_that_are_left_out(batch, options):
     ],
 )
 def test_make_candidates_says_why_there_are_none(keep, reason):
-    problem = read_total({"up": MLP["up"]})
-    found = make_candidates(problem, [GRID], keep=keep)
+    workload = read_total({"up": MLP["up"]})
+    found = make_candidates(workload, [GRID], keep=keep)
     assert (len(found), [*found.left_out]) == (0, [reason])
 
 
 # What is kept
 
 
-def stored_axes(problem, each, axis):
+def stored_axes(workload, each, axis):
     """The mesh axes of a logical axis in all parameters that have it."""
-    rules = read_tables(problem, each)["parameters"]
+    rules = read_tables(workload, each)["parameters"]
     found = set()
-    for leaf in leaves_of(problem.model):
+    for leaf in leaves_of(workload.model):
         spec = (*rules.spec(leaf.names or (), leaf.shape, each.mesh), *(None,) * len(leaf.shape))
         found |= {own for name, own in zip(leaf.names or (), spec, strict=False) if name == axis}
     return found
 
 
-def specs_of(problem, each):
+def specs_of(workload, each):
     """All that a candidate is, with specs in place of tables of rules."""
-    shapes = {(leaf.names, leaf.shape) for leaf in leaves_of(problem.model)}
-    tables = read_tables(problem, each)
+    shapes = {(leaf.names, leaf.shape) for leaf in leaves_of(workload.model)}
+    tables = read_tables(workload, each)
     specs = {(key, *x): rules.spec(*x, each.mesh) for key, rules in tables.items() for x in shapes}
     return each.mesh_sizes, each.layout.between_blocks, specs
 
@@ -209,19 +209,19 @@ def specs_of(problem, each):
         ({"embedding": None}, "embedding", {None}),
     ],
 )
-def test_make_candidates_keeps_what_is_decided_of_parameters(problem, keep, axis, over):
+def test_make_candidates_keeps_what_is_decided_of_parameters(workload, keep, axis, over):
     options = {"meshes": [GRID], "rematerialise": [None], "microbatches": [1]}
-    free = make_candidates(problem, **options)
-    found = make_candidates(problem, keep=keep, **options)
-    assert all(stored_axes(problem, each, axis) == over for each in found)
+    free = make_candidates(workload, **options)
+    found = make_candidates(workload, keep=keep, **options)
+    assert all(stored_axes(workload, each, axis) == over for each in found)
     # All that is free stays so.
-    kept = [specs_of(problem, x) for x in free if stored_axes(problem, x, axis) == over]
-    assert [specs_of(problem, each) for each in found] == kept != []
+    kept = [specs_of(workload, x) for x in free if stored_axes(workload, x, axis) == over]
+    assert [specs_of(workload, each) for each in found] == kept != []
 
 
 @pytest.mark.parametrize(("over", "has_sequence"), [("model", True), (None, False)])
-def test_make_candidates_keeps_what_is_decided_of_the_sequence(problem, over, has_sequence):
-    found = make_candidates(problem, [GRID], keep={"seq": over})
+def test_make_candidates_keeps_what_is_decided_of_the_sequence(workload, over, has_sequence):
+    found = make_candidates(workload, [GRID], keep={"seq": over})
     assert {each.layout.between_blocks is not None for each in found} == {has_sequence}
 
 
@@ -236,34 +236,34 @@ def test_make_candidates_keeps_what_is_decided_of_the_sequence(problem, over, ha
         ({"x": 4, "y": 2}, {"neurons": "y"}, {("x",), ()}),
     ],
 )
-def test_make_candidates_splits_the_batch_over(problem, mesh_sizes, keep, over):
-    assert axes_over(make_candidates(problem, [mesh_sizes], keep=keep), "batch") == over
+def test_make_candidates_splits_the_batch_over(workload, mesh_sizes, keep, over):
+    assert axes_over(make_candidates(workload, [mesh_sizes], keep=keep), "batch") == over
 
 
 @pytest.mark.parametrize("axis", ["embedding", "embed"])
 def test_make_candidates_keeps_an_axis_of_another_name_whole(axis):
-    problem = read_total({"up": {"embed": 512, "mlp": 128}})
-    found = make_candidates(problem, [{"data": 8}], keep={axis: None})
+    workload = read_total({"up": {"embed": 512, "mlp": 128}})
+    found = make_candidates(workload, [{"data": 8}], keep={axis: None})
     assert {P(), P(None, "data")} == {
-        read_tables(problem, each)["parameters"].spec(("embed", "mlp"), (512, 128), each.mesh)
+        read_tables(workload, each)["parameters"].spec(("embed", "mlp"), (512, 128), each.mesh)
         for each in found
     }
 
 
 @pytest.mark.parametrize("axis", ["embedding", "batch"])
 def test_make_candidates_keeps_mesh_axes_in_the_order_of_the_mesh(axis):
-    problem, meshes = read_total(MLP), mesh_shapes(Hardware.read("h100:2x4"))
+    workload, meshes = read_total(MLP), mesh_shapes(Hardware.read("h100:2x4"))
     one, other = (
-        [each.words for each in make_candidates(problem, meshes, keep={axis: over})]
+        [each.words for each in make_candidates(workload, meshes, keep={axis: over})]
         for over in (("data", "replica"), ("replica", "data"))
     )
     assert one == other != []
 
 
 def test_make_candidates_uses_all_mesh_axes_where_the_batch_keeps_one():
-    problem = read_total({"up": MLP["up"]})
+    workload = read_total({"up": MLP["up"]})
     meshes = [{"data": 8}, {"replica": 2, "data": 4}]
-    found = make_candidates(problem, meshes, keep={"batch": "replica"})
+    found = make_candidates(workload, meshes, keep={"batch": "replica"})
     assert axes_over(found, "neurons") == {("data",)}
 
 
@@ -278,8 +278,8 @@ def test_make_candidates_uses_all_mesh_axes_where_the_batch_keeps_one():
         ({"heads": "model", "query_heads": None}, "keep['query_heads']", "Leave one out"),
     ],
 )
-def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, fix):
-    (found,) = problems_of(pzs.RuleTypeError, make_candidates, problem, [GRID], keep=keep)
+def test_make_candidates_refuses_to_keep_what_there_is_not(workload, keep, path, fix):
+    (found,) = problems_of(pzs.RuleTypeError, make_candidates, workload, [GRID], keep=keep)
     assert (found.path, fix in found.fix) == (path, True)
 
 
@@ -295,16 +295,16 @@ def test_make_candidates_refuses_to_keep_what_there_is_not(problem, keep, path, 
     ],
 )
 def test_make_candidates_splits_models_with_other_names(weights):
-    problem = read_total(weights)
-    found = make_candidates(problem, [GRID])
+    workload = read_total(weights)
+    found = make_candidates(workload, [GRID])
     wide = tuple(weights["up"]), tuple(weights["up"].values())
-    specs = {read_tables(problem, each)["parameters"].spec(*wide, each.mesh) for each in found}
+    specs = {read_tables(workload, each)["parameters"].spec(*wide, each.mesh) for each in found}
     assert {P(None, "model"), P("data", "model")} <= specs
 
 
 def test_make_candidates_refuses_policies_of_blocks_that_there_are_not():
-    problem = read_total({"up": MLP["up"]})
-    call = make_candidates, problem, [GRID]
+    workload = read_total({"up": MLP["up"]})
+    call = make_candidates, workload, [GRID]
     assert problem_paths(pzs.RuleTypeError, *call, rematerialise=["dots"]) == ["rematerialise"]
 
 
@@ -332,12 +332,12 @@ def test_mesh_shapes(name, shapes):
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3), optax.sgd(0.1)])
 def test_stored_bytes_are_those_of_the_plan(optimizer):
-    problem = read_total({**mlp_weights(256, 512), "norm": {"embedding": 256}}, optimizer)
-    found = make_candidates(problem, [GRID], microbatches=(1,))
+    workload = read_total({**mlp_weights(256, 512), "norm": {"embedding": 256}}, optimizer)
+    found = make_candidates(workload, [GRID], microbatches=(1,))
     assert len(found) == 5
     for each in found:
-        _, state, _ = problem.build(each)
+        _, state, _ = workload.build(each)
         params, moments = held_bytes(state.params), held_bytes(state.opt_state)
-        assert stored_bytes(problem, each, ["parameters"]) == params
-        assert stored_bytes(problem, each, ["optimizer"]) == moments
-        assert stored_bytes(problem, each) == params + moments
+        assert stored_bytes(workload, each, ["parameters"]) == params
+        assert stored_bytes(workload, each, ["optimizer"]) == moments
+        assert stored_bytes(workload, each) == params + moments

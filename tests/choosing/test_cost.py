@@ -14,8 +14,8 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost, extrapolate, price_program
-from penzai_shard.choosing.problem import read_problem
 from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps
+from penzai_shard.choosing.workload import read_workload
 from penzai_shard.errors import PropagationError
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.propagation.partition import MarkedProgram
@@ -122,7 +122,7 @@ STEPS = {
 def test_price_is_that_of_the_compiled_step(name):
     make, candidate = STEPS[name]
     cost = Prices(make()).price(candidate)
-    (truth,) = compile_candidates(make(), [candidate], whole=True)
+    (truth,) = compile_candidates(make(), [candidate])
     assert cost.flops == truth.flops
     least = 0.15 if "scanned" in name else 0.03
     assert sum(cost.traffic.values()) == pytest.approx(sum(truth.traffic.values()), rel=least)
@@ -143,10 +143,10 @@ def test_price_of_a_deep_model_is_that_of_all_its_blocks():
         return (x**2).mean(), state, {}
 
     x = jax.ShapeDtypeStruct((32, 64), "float32")
-    problem = read_problem(model, loss_fn, optax.adam(1e-3), {"x": x}, plain_arrays=True)
+    workload = read_workload(model, loss_fn, optax.adam(1e-3), {"x": x}, plain_arrays=True)
     candidate = Candidate(LONG, whole(LARGEST))
-    deep = Prices(problem).price(candidate)
-    all_blocks = price_program(MarkedSteps(problem, problem.model).place(candidate))
+    deep = Prices(workload).price(candidate)
+    all_blocks = price_program(MarkedSteps(workload, workload.model).place(candidate))
     assert deep.flops == all_blocks.flops == (6 * 2 * 3 - 1) * 2 * 4 * 64**2
     assert deep.memory["optimizer"] == all_blocks.memory["optimizer"]
     assert deep.traffic == pytest.approx(all_blocks.traffic)

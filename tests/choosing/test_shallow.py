@@ -14,16 +14,9 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.choosing.problem import read_problem
 from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
-from tests.choosing.models import read_llama, token_loss
-from tests.layouts.transformers import build_llama
-
-
-def cut(model, loss_fn, batch=8, **options):
-    problem = read_problem(model, loss_fn, optax.sgd(0.1), batch, **options)
-    return problem, cut_model(problem)
+from penzai_shard.choosing.workload import read_workload
+from tests.choosing.models import read_llama
 
 
 def labels(model):
@@ -34,8 +27,8 @@ def labels(model):
 
 
 def cut_llama(**options):
-    problem = read_llama(8, 8, **options)
-    return problem, cut_model(problem)
+    workload = read_llama(8, 8, **options)
+    return workload, cut_model(workload)
 
 
 def keep(paths, *blocks):
@@ -44,33 +37,20 @@ def keep(paths, *blocks):
 
 
 def test_cut_model_keeps_the_first_blocks_of_a_transformer_and_all_around_them():
-    problem, found = cut_llama(blocks=5)
-    every = labels(problem.model)
+    workload, found = cut_llama(blocks=5)
+    every = labels(workload.model)
     assert found.blocks == 5
     assert (labels(found.one), labels(found.two)) == (keep(every, 0), keep(every, 0, 1))
 
 
-def test_cut_model_shortens_a_stack():
-    problem, found = cut_llama(blocks=5, stacked=True)
-    assert labels(found.two) == labels(problem.model)
-    for kept, model in ((1, found.one), (2, found.two)):
-        (stack,) = pz.select(model).at_instances_of(pz.nn.LayerStack).get_sequence()
-        lengths = {leaf.shape[0] for leaf in leaves_of(stack) if leaf.role == "parameter"}
-        assert (stack.stack_axis_size, lengths) == (kept, {kept})
-
-
-def test_cut_model_leaves_blocks_in_a_loop():
-    def build():
-        stacks = pz.select(build_llama(blocks=5, stacked=True)).at_instances_of(pz.nn.LayerStack)
-        return stacks.apply(RolledLayerStack.from_layer_stack)
-
-    assert cut(pzs.abstract_model(build), token_loss, seq=8)[1] is None
+def test_cut_model_leaves_a_stack():
+    assert cut_llama(blocks=5, stacked=True)[1] is None
 
 
 def test_cut_model_leaves_three_blocks():
     assert cut_llama(blocks=3)[1] is None
     # Of the layers only three in a row are 8 wide on both sides.
-    assert cut_layers(lambda: chain((8, 8, 16, 8, 8, 8, 8, 16, 8)))[1] is None
+    assert cut_layers(lambda: chain((8, 8, 16, 8, 8, 8, 8, 16, 8))) is None
 
 
 def linear(label, inputs=8, outputs=8):
@@ -88,7 +68,8 @@ def mean_loss(model, rng, state, x):
 
 def cut_layers(build):
     model = pzs.abstract_model(lambda: pz.nn.Sequential(build()))
-    return cut(model, mean_loss, {"x": pz.nx.ones({"batch": 8, "embedding": 8})})
+    x = pz.nx.ones({"batch": 8, "embedding": 8})
+    return cut_model(read_workload(model, mean_loss, optax.sgd(0.1), {"x": x}))
 
 
 def chain(widths):
@@ -105,7 +86,7 @@ def chain(widths):
     ],
 )
 def test_cut_model_keeps_what_does_not_repeat(widths, blocks, one, two):
-    _, found = cut_layers(lambda: chain(widths))
+    found = cut_layers(lambda: chain(widths))
     assert found.blocks == blocks
     for model, kept in ((found.one, one), (found.two, two)):
         assert labels(model) == [f"b{i}.weights" for i in kept]
@@ -125,8 +106,8 @@ def test_cut_model_leaves_blocks_with_other_settings():
     def build(times):
         return [Repeat(block, n) for block, n in zip(chain([8] * 7), times, strict=True)]
 
-    assert cut_layers(lambda: build([1, 1, 1, 50, 50, 50]))[1] is None
-    assert cut_layers(lambda: build([2] * 6))[1].blocks == 6
+    assert cut_layers(lambda: build([1, 1, 1, 50, 50, 50])) is None
+    assert cut_layers(lambda: build([2] * 6)).blocks == 6
 
 
 def test_cut_model_keeps_a_parameter_that_all_blocks_share():
@@ -135,10 +116,10 @@ def test_cut_model_keeps_a_parameter_that_all_blocks_share():
         blocks = [[shared[i], rename(), linear(f"b{i}"), rename()] for i in range(4)]
         return [pz.nn.Sequential(block) for block in blocks]
 
-    _, found = cut_layers(lambda: build("shared"))
+    found = cut_layers(lambda: build("shared"))
     assert sorted(labels(found.two)) == ["b0.weights", "b1.weights", "shared.weights"]
     # Blocks some of which share a parameter are not cut.
-    assert cut_layers(lambda: build("even", "odd"))[1] is None
+    assert cut_layers(lambda: build("even", "odd")) is None
 
 
 # Others
@@ -210,8 +191,10 @@ def test_cut_model_of_another_library_asks_what_the_loss_computes(program):
         return jnp.mean(run(model, x) ** 2), state, {}
 
     batch = {"x": np.ones((8, 8), "f4")}
-    problem, found = cut(name(build()), loss_fn, batch, plain_arrays=build is build_dict)
+    given = name(build()), loss_fn, optax.sgd(0.1), batch
+    workload = read_workload(*given, plain_arrays=build is build_dict)
+    found = cut_model(workload)
     assert (found and found.blocks) == blocks
     if found:
-        sizes = [len(leaves_of(model)) for model in (found.one, found.two, problem.model)]
+        sizes = [len(leaves_of(model)) for model in (found.one, found.two, workload.model)]
         assert sizes == [sizes[0], 2 * sizes[0], blocks * sizes[0]]

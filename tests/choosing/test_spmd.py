@@ -47,8 +47,8 @@ CANDIDATES = {
 
 def make_steps(batch, optimizer=None):
     sizes = {"embedding": 16, "heads": 4, "projection": 4, "neurons": 32, "vocabulary": 64}
-    problem = read_llama(batch, 8, optimizer, multiplier=2, **sizes)
-    return problem, MarkedSteps(problem, problem.model)
+    workload = read_llama(batch, 8, optimizer, multiplier=2, **sizes)
+    return workload, MarkedSteps(workload, workload.model)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def steps():
     return make_steps(16)
 
 
-def lower_for(problem, candidate):
+def lower_for(workload, candidate):
     """The same program, lowered for this very layout."""
-    step, state, inputs = problem.build(candidate)
+    step, state, inputs = workload.build(candidate)
     lowered = step.lowerable(state, **inputs).trace().lower(lowering_platforms=("cpu",))
     # Axes that a mark does not show: the second one of a dimension.
     program = MarkedProgram(lowered)
@@ -77,8 +77,8 @@ def read_collectives(operations, values):
 
 
 def check_equal(steps, candidate):
-    problem, marked = steps
-    placed, own = marked.place(candidate), lower_for(problem, candidate)
+    workload, marked = steps
+    placed, own = marked.place(candidate), lower_for(workload, candidate)
     found = read_collectives(placed.operations, placed.values)
     assert found == read_collectives(own.operations, own.values)
     assert [placed.values[n].spec for n in placed.arguments] == [

@@ -32,7 +32,7 @@ _REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
+class Workload:
     """A train step that a layout is looked for; hashed by identity.
 
     Attributes:
@@ -79,7 +79,7 @@ class Problem:
 
         Args:
             candidate: The layout, with the mesh and the number of microbatches.
-            model: A model in place of the problem's, such as one with fewer blocks.
+            model: A model in place of the workload's, such as one with fewer blocks.
 
         Returns:
             Step, state and inputs, for ``step(state, **inputs)``.
@@ -96,7 +96,7 @@ class Problem:
         return step, state, self.as_given(inputs)
 
 
-def read_problem(
+def read_workload(
     model: Any,
     loss_fn: Any,
     optimizer: Any,
@@ -105,7 +105,7 @@ def read_problem(
     plain_arrays: bool = False,
     names: Mapping[str, Any] | None = None,
     blocks: Any = None,
-) -> Problem:
+) -> Workload:
     """Reads the arguments of ``choose_layout`` that say what is computed.
 
     Args:
@@ -127,7 +127,7 @@ def read_problem(
     >>> def loss_fn(model, rng, state, x):
     ...     return (model["w"] * x).unwrap("batch", "embed").sum(), state, {}
     >>> model = {"w": pz.nx.ones({"embed": 4})}
-    >>> read_problem(model, loss_fn, optax.sgd(0.1), {"x": pz.nx.ones({"batch": 8})}).words
+    >>> read_workload(model, loss_fn, optax.sgd(0.1), {"x": pz.nx.ones({"batch": 8})}).words
     'batch 8'
     """
     check_tree("choose_layout", model)
@@ -165,10 +165,10 @@ def read_problem(
         known = sorted(map(str, present))
         what = f"no input has the logical axis {batch_axes[0]!r}; they have {known}"
         problems.add("batch", what, "Write names={'batch': 'examples'}, with what they call it.")
-    _check_names(leaves, inputs, is_plain, problems)
+    _check_names(leaves, problems)
     problems.raise_if_any(RuleTypeError)
     options = {"batch_axis": 0 if is_plain else batch_axis, "plain_arrays": plain_arrays or None}
-    return Problem(model, loss_fn, optimizer, inputs, batch_axis, options, blocks, names)
+    return Workload(model, loss_fn, optimizer, inputs, batch_axis, options, blocks, names)
 
 
 def _read_blocks(model: Any, blocks: Any, names: Any, problems: Problems) -> Any:
@@ -234,24 +234,17 @@ def _read_inputs(
     return dict(batch)
 
 
-def _check_names(leaves: Any, inputs: Any, is_plain: bool, problems: Problems) -> None:
-    """Refuses arrays without names, with lines to paste that give them some."""
+def _check_names(leaves: Any, problems: Problems) -> None:
+    """Refuses arrays without names, with a line that gives them some."""
     unnamed = [x for x in leaves if x.names is None and x.shape and is_array(x.value)]
     # What infer_names did not decide, for instance. None is for a dimension that stays whole.
     patterns = {leaf.path: (None,) * len(leaf.shape) for leaf in unnamed}
     fix = f"Write model = penzai_shard.name_axes(model, {patterns})."
-    arrays = leaves_of(inputs)
-    if is_plain and not any(leaf.names for leaf in leaves) and len(arrays) == len(inputs):
-        names, given = ", ".join(inputs), ", ".join(f"{name}={name}" for name in inputs)
-        structs = ", ".join(f"jax.ShapeDtypeStruct({x.shape}, '{x.dtype}')" for x in arrays)
-        fix = f"""Write:
-    names = penzai_shard.infer_names(
-        lambda model, {names}: loss_fn(model=model, rng=jax.random.key(0), state=None, {given})[0],
-        model, {structs}, input_names={[x.names for x in arrays]},
-    )
-    model = penzai_shard.name_axes(model, names)
-    # A dictionary, also one of linen, then needs choose_layout(..., plain_arrays=True).
-"""
+    if not any(leaf.names for leaf in leaves):
+        fix = (
+            "Write model = penzai_shard.name_axes(model, penzai_shard.infer_names(f, model, x)), "
+            "where f(model, x) gives the logits; a dictionary then needs plain_arrays=True."
+        )
     for leaf in unnamed:
         problems.add(leaf.path, "it has no logical axes", fix, "unnamed")
 
@@ -274,21 +267,22 @@ def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any
     Raises:
         RuleTypeError: They cannot be read; all that is wrong is in it.
     """
-    problems = Problems(_HEADLINE)
-    if not _are_counts([compiled]):
-        problems.add("compiled", f"it is {compiled!r}", "Write compiled=12.")
-    if not _are_counts(microbatches):
-        problems.add("microbatches", f"it is {microbatches!r}", "Write microbatches=(1, 2).")
-    if not isinstance(rematerialise, list | tuple) or not rematerialise:
-        fix = "Write rematerialise=(None, 'dots')."
-        problems.add("rematerialise", f"it is {rematerialise!r}", fix)
+    options = {"microbatches": microbatches, "rematerialise": rematerialise, "keep": keep}
     kept = keep.values() if isinstance(keep, Mapping) else ()
     are_axes = all(isinstance(over, str | list | tuple | None) for over in kept)
-    if not isinstance(keep, Mapping | None) or not are_axes:
-        fix = "Write keep={'neurons': 'model', 'seq': None}."
-        problems.add("keep", f"it is {keep!r}", fix)
+    is_read = {
+        "compiled=12": _are_counts([compiled]),
+        "microbatches=(1, 2)": _are_counts(microbatches),
+        "rematerialise=(None, 'dots')": isinstance(rematerialise, list | tuple) and rematerialise,
+        "keep={'neurons': 'model', 'seq': None}": isinstance(keep, Mapping | None) and are_axes,
+    }
+    problems = Problems(_HEADLINE)
+    for example in (example for example, is_right in is_read.items() if not is_right):
+        name = example.partition("=")[0]
+        given = {"compiled": compiled, **options}[name]
+        problems.add(name, f"it is {given!r}", f"Write {example}.")
     problems.raise_if_any(RuleTypeError)
-    return {"microbatches": microbatches, "rematerialise": rematerialise, "keep": keep}
+    return options
 
 
 def _are_counts(given: Any) -> bool:

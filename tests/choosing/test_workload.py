@@ -12,7 +12,7 @@ import penzai_shard as pzs
 from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.problem import read_options, read_problem
+from penzai_shard.choosing.workload import read_options, read_workload
 from penzai_shard.errors import RuleTypeError
 from tests.choosing.models import LIBRARIES, TOKENS, build_dict, make_weights
 from tests.models import penzai_mlp
@@ -31,37 +31,37 @@ def token_loss(model, rng, state, tokens, targets, *, weight=1.0):
 def read(model=None, loss_fn=mlp_loss, optimizer=None, batch=None, **options):
     batch = {"x": pz.nx.ones({"batch": 8, "features": 8})} if batch is None else batch
     optimizer = optimizer or optax.adam(1e-3)
-    return read_problem(model or penzai_mlp(), loss_fn, optimizer, batch, **options)
+    return read_workload(model or penzai_mlp(), loss_fn, optimizer, batch, **options)
 
 
 # What is read
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_read_problem_keeps_no_array_of_a_model(is_abstract):
-    problem = read(pzs.abstract_model(penzai_mlp) if is_abstract else penzai_mlp())
-    leaves = leaves_of([problem.model, problem.inputs])
+def test_read_workload_keeps_no_array_of_a_model(is_abstract):
+    workload = read(pzs.abstract_model(penzai_mlp) if is_abstract else penzai_mlp())
+    leaves = leaves_of([workload.model, workload.inputs])
     assert {leaf.shape for leaf in leaves if leaf.shape} == {(8, 16), (16,), (16, 4), (4,), (8, 8)}
     assert all(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert (problem.sizes, problem.words) == ({"batch": 8, "features": 8}, "batch 8 x features 8")
+    assert (workload.sizes, workload.words) == ({"batch": 8, "features": 8}, "batch 8 x features 8")
 
 
-def test_read_problem_of_a_number_makes_tokens_of_each_input_without_a_default():
-    problem = read(loss_fn=token_loss, batch=8, seq=2048)
+def test_read_workload_of_a_number_makes_tokens_of_each_input_without_a_default():
+    workload = read(loss_fn=token_loss, batch=8, seq=2048)
     for name in ("tokens", "targets"):
-        assert dict(problem.inputs[name].named_shape) == {"batch": 8, "seq": 2048}
-        assert problem.inputs[name].data_array.dtype == jnp.int32
-    assert (len(problem.inputs), problem.words) == (2, "batch 8 x seq 2,048")
+        assert dict(workload.inputs[name].named_shape) == {"batch": 8, "seq": 2048}
+        assert workload.inputs[name].data_array.dtype == jnp.int32
+    assert (len(workload.inputs), workload.words) == (2, "batch 8 x seq 2,048")
 
 
-def test_read_problem_takes_no_rest_of_a_loss_for_an_input():
+def test_read_workload_takes_no_rest_of_a_loss_for_an_input():
     def loss_fn(model, rng, state, tokens, *rest, **options):
         return jnp.float32(0), state, {}
 
     assert [*read(loss_fn=loss_fn, batch=8, seq=4).inputs] == ["tokens"]
 
 
-def test_read_problem_calls_axes_by_the_names_that_are_given():
+def test_read_workload_calls_axes_by_the_names_that_are_given():
     tokens = read(loss_fn=token_loss, batch=8, seq=4, names={"seq": "time"}).inputs["tokens"]
     assert dict(tokens.named_shape) == {"batch": 8, "time": 4}
     x = pz.nx.ones({"examples": 8, "features": 8})
@@ -79,12 +79,12 @@ def test_build_gives_plain_arrays_to_those_who_take_them(library):
         assert x.shape == (8, 8)  # One of two microbatches.
         return jnp.mean(apply(model, x) ** 2), state, {}
 
-    problem = read(build(), loss_fn, batch={"x": TOKENS}, plain_arrays=plain_arrays)
-    assert dict(problem.inputs["x"].named_shape) == {"batch": 16}
+    workload = read(build(), loss_fn, batch={"x": TOKENS}, plain_arrays=plain_arrays)
+    assert dict(workload.inputs["x"].named_shape) == {"batch": 16}
     wide = {"mlp" if library in ("linen", "nnx") else "neurons": "model"}
     layout = pzs.Layout(parameters=wide, compute={"batch": "data", **wide}, blocks=())
     candidate = Candidate((("data", 2), ("model", 4)), layout, microbatches=2)
-    step, state, inputs = problem.build(candidate)
+    step, state, inputs = workload.build(candidate)
     assert inputs["x"].sharding.spec == jax.P("data")
     held = [sorted(x.sharding.shard_shape(x.shape)) for x in state.trained_arrays.values()]
     assert sorted(held) == [[32, 32], [32, 32], [32, 64]]
@@ -93,24 +93,24 @@ def test_build_gives_plain_arrays_to_those_who_take_them(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_read_problem_of_a_number_gives_plain_tokens_to_those_who_take_them(library):
+def test_read_workload_of_a_number_gives_plain_tokens_to_those_who_take_them(library):
     build, _, plain_arrays = LIBRARIES[library]
-    problem = read(build(), token_loss, batch=8, seq=4, plain_arrays=plain_arrays)
-    assert all(leaf.names is None for leaf in leaves_of(problem.as_given(problem.inputs)))
-    assert problem.sizes == {"batch": 8, "seq": 4}
+    workload = read(build(), token_loss, batch=8, seq=4, plain_arrays=plain_arrays)
+    assert all(leaf.names is None for leaf in leaves_of(workload.as_given(workload.inputs)))
+    assert workload.sizes == {"batch": 8, "seq": 4}
 
 
 def test_build_makes_the_step_that_layouts_make():
     layout, optimizer = pzs.Layout.fully_sharded(min_size=1), optax.adam(1e-3)
     candidate, x = Candidate((("data", 4),), layout), pz.nx.ones({"batch": 8, "features": 8})
-    problem = read(pzs.abstract_model(penzai_mlp), optimizer=optimizer, batch={"x": x})
+    workload = read(pzs.abstract_model(penzai_mlp), optimizer=optimizer, batch={"x": x})
     options = {"mesh": candidate.mesh, "loss_fn": mlp_loss, "optimizer": optimizer}
     state, step = layout.build(penzai_mlp, rng=jax.random.key(0), **options)
     inputs = layout.shard_batch({"x": jax.tree.map(make_struct, x)}, candidate.mesh)
 
     texts = [
         step.trace(state, **inputs).lower(lowering_platforms=("cpu",)).as_text()
-        for step, state, inputs in (problem.build(candidate), (step, state, inputs))
+        for step, state, inputs in (workload.build(candidate), (step, state, inputs))
     ]
     assert texts[0] == texts[1]
 
@@ -150,7 +150,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_read_problem_names_a_mistake(mistake):
+def test_read_workload_names_a_mistake(mistake):
     given, path = MISTAKES[mistake]
     problems = problems_of(RuleTypeError, read, **given)
     assert {(problem.path, bool(problem.fix)) for problem in problems} == {(path, True)}
@@ -185,53 +185,21 @@ def test_choose_layout_names_mistakes_of_all_its_arguments_at_once():
 # Models without names
 
 
-def run_fix(problems, **names):
-    """The names that the lines of their one fix define, for what they are given."""
-    (fix,) = {problem.fix for problem in problems}
-    code = fix.removeprefix("Write").removeprefix(":").removesuffix(".").strip()
-    exec("\n".join(line.removeprefix("    ") for line in code.splitlines()), names)
-    return names
+def test_read_workload_says_how_names_are_found():
+    options = {"loss_fn": token_loss, "batch": 4, "seq": 16, "plain_arrays": True}
+    problems = refused(RuleTypeError, read, make_weights(), **options)
+    assert {*problems} == {"embed", "up", "down"}
+    assert all("infer_names" in problem.fix for problem in problems.values())
 
 
-class UnnamedNnx(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed, self.dropout = nnx.Embed(64, 8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
-        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        return self.embed.attend(x + self.down(self.dropout(jax.nn.relu(self.up(x)))))
-
-
-@pytest.mark.parametrize(
-    ("model", "run", "embed", "up"),
-    [
-        (make_weights(), LIBRARIES["dict"][1], "embed", "up"),
-        (UnnamedNnx(), LIBRARIES["nnx"][1], "embed/embedding", "up/kernel"),
-    ],
-    ids=["dict", "nnx"],
-)
-def test_read_problem_says_how_names_are_inferred(model, run, embed, up):
-    def loss_fn(model, rng, state, tokens):
-        return jnp.mean(run(model, tokens) ** 2), state, {}
-
-    is_dict = isinstance(model, dict)
-    options = {"loss_fn": loss_fn, "batch": 4, "seq": 16, "plain_arrays": is_dict}
-    problems = problems_of(RuleTypeError, read, model, **options)
-    pasted = run_fix(problems, model=model, loss_fn=loss_fn, jax=jax, penzai_shard=pzs)
-    names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
-    assert names[up] == ("embedding", "neurons")
-    assert names[embed] == ("vocabulary", "embedding")
-
-
-def test_read_problem_says_how_arrays_stay_whole():
-    named = build_dict()
-    model = {**named, "unused": np.ones((5, 5)), "bias": np.ones(3)}
+def test_read_workload_says_how_arrays_stay_whole():
+    model = {**build_dict(), "unused": np.ones((5, 5)), "bias": np.ones(3)}
     options = {"loss_fn": token_loss, "batch": 4, "seq": 16, "plain_arrays": True}
     problems = refused(RuleTypeError, read, model, **options)
     assert {*problems} == {"unused", "bias"}
-    pasted = run_fix(problems.values(), model=model, penzai_shard=pzs)
+    (fix,) = {problem.fix for problem in problems.values()}
+    pasted = {"model": model, "penzai_shard": pzs}
+    exec(fix.removeprefix("Write ").removesuffix("."), pasted)
     names = {leaf.path: leaf.names for leaf in leaves_of(read(pasted["model"], **options).model)}
-    kept = {leaf.path: leaf.names for leaf in leaves_of(named)}
+    kept = {leaf.path: leaf.names for leaf in leaves_of(build_dict())}
     assert names == {**kept, "unused": (None, None), "bias": (None,)}
