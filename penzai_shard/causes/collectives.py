@@ -16,7 +16,7 @@ from penzai_shard import specs
 from penzai_shard.causes.ways import Loss, base
 from penzai_shard.causes.words import StepWords, WhyCause, WhyLoss, fold_blocks, rule_text
 from penzai_shard.inspection.attribution import Collective, Part
-from penzai_shard.inspection.collectives import UNATTRIBUTED, wire_bytes
+from penzai_shard.inspection.collectives import UNATTRIBUTED, add_up_part
 from penzai_shard.inspection.compiling import CompiledStep
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
@@ -43,9 +43,7 @@ class Explained(NamedTuple):
     @property
     def bytes(self) -> float:
         """What one device sends in one step; 0 where it is not known how often it runs."""
-        one = self.collective
-        sent = wire_bytes(one.kind, self.part.payload_bytes, one.group_size)
-        return (one.times or 0) * sent
+        return add_up_part(self.collective, self.part.payload_bytes).wire_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

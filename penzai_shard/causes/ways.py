@@ -36,14 +36,12 @@ class Cause(NamedTuple):
         value: The value that has it of its own.
         dimension: The dimension of that value.
         operation: The constraint or the border; None of arguments and results.
-        way: The operations that it came through, the first one first.
     """
 
     kind: CauseKind
     value: int
     dimension: int
     operation: Operation | None
-    way: tuple[Operation, ...]
 
 
 class Loss(NamedTuple):
@@ -109,8 +107,8 @@ class Ways:
         self.values: Sequence[Value] = program.values
         self.makers: dict[int, Operation] = {}
         self.users: dict[int, list[Operation]] = {}
-        # How a mesh axis first came to a value: the step, from where, and through what.
-        self._arrivals: dict[tuple[int, str], tuple[int, int, Operation]] = {}
+        # How a mesh axis first came to a value: the step of propagation, and from which value.
+        self._arrivals: dict[tuple[int, str], tuple[int, int]] = {}
         for operation in program.operations:
             self.makers |= dict.fromkeys(operation.results, operation)
             for value in dict.fromkeys(operation.operands):
@@ -118,7 +116,7 @@ class Ways:
             for step, mesh_axis, source, targets in operation.edges:
                 # Within a shard_map a value has not the mesh axes of the border, which come of it.
                 for target in targets if self.find_dimension(source, mesh_axis) is not None else ():
-                    key, new = (target, base(mesh_axis)), (step, source, operation)
+                    key, new = (target, base(mesh_axis)), (step, source)
                     first = self._arrivals.setdefault(key, new)
                     self._arrivals[key] = new if step < first[0] else first
         self.cause = functools.cache(self._find_cause)
@@ -128,13 +126,12 @@ class Ways:
 
     def _find_cause(self, value: int, mesh_axis: str) -> Cause:
         """Where a mesh axis of a value comes from."""
-        way, seen = list[Operation](), set[int]()
+        seen = set[int]()
         while value not in seen and (found := self._arrivals.get((value, base(mesh_axis)))):
             seen.add(value)
-            _, value, operation = found
-            way.insert(0, operation)
+            _, value = found
         kind, end = self._own_layout(value)
-        return Cause(kind, value, self.find_dimension(value, mesh_axis) or 0, end, tuple(way))
+        return Cause(kind, value, self.find_dimension(value, mesh_axis) or 0, end)
 
     def find_dimension(self, value: int, mesh_axis: str) -> int | None:
         """The dimension of a value that has a mesh axis, or any part of it."""

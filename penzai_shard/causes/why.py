@@ -78,11 +78,6 @@ class WhyReport(HasReport):
     compiled: CompiledStep | None = None
     at: str = ""
 
-    @property
-    def lost(self) -> tuple[WhyRow, ...]:
-        """The rows on whose way a mesh axis got lost."""
-        return tuple(row for row in self.rows if row.losses)
-
     def of_kind(self, kind: RowKind) -> tuple[WhyRow, ...]:
         """The rows of one kind."""
         return tuple(row for row in self.rows if row.kind == kind)
@@ -114,9 +109,7 @@ class WhyReport(HasReport):
 
     def _write(self, row: WhyRow) -> tuple[Any, ...]:
         path = row.path.removeprefix("params/")
-        ways = (f" through {', then '.join(x.way)}" * bool(self.at and x.way) for x in row.causes)
-        where = "; ".join(map("{}{}".format, row.causes, ways))
-        where = where.replace(f"parameter {path}.", "its parameter ")
+        where = "; ".join(map(str, row.causes)).replace(f"parameter {path}.", "its parameter ")
         lost = dict.fromkeys(f"{loss.cause.mesh_axis} lost at {loss.place}" for loss in row.losses)
         leaf = LeafPlan(path, row.names, row.shape, None, row.spec, None, "", 0)
         return path, row.kind, leaf.axes_text, None, "; ".join([where or "whole", *lost])
@@ -140,8 +133,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
             the causes are lines of code.
         *args: As for ``compile_step``.
         at: What to narrow the report to: the label of a layer, the path of a parameter or a result,
-            a part of one, or a pattern, as ``"block_3/mlp"`` or ``"block_*/up"``. The report then
-            says through which operations a mesh axis came.
+            a part of one, or a pattern, as ``"block_3/mlp"`` or ``"block_*/up"``.
         **kwargs: As for ``compile_step``.
 
     Returns:
@@ -184,10 +176,7 @@ def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
     """The rows about what fits a pattern, and about all that is in it."""
     found = tuple(row for row in rows if _fits(row.path, at))
     if not found:
-        # A name may begin with any of its pieces.
-        known = [row.path for row in rows]
-        ends = ["/".join(name.split("/")[-1 - at.count("/") :]) for name in known]
-        near = nearest(at, [*known, *ends])
+        near = nearest(at, [row.path.removeprefix("params/") for row in rows])
         fix = f"Write at={near!r}." if near else "All names are in why(...).rows."
         problem = Problem("", f"no layer, parameter or result fits at={at!r}", fix, "unknown")
         raise SelectionError("why:", [problem])

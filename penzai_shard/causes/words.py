@@ -69,14 +69,12 @@ class WhyCause:
             ``"train step"``, ``"declared result"``, ``"shard_map"``, ``"unknown"``.
         path: Which: a path, the label of a layer, the line of a user.
         logical_axis: The logical axis there that is on the mesh axis; None without a name.
-        way: The operations that it came through, the first one first.
     """
 
     mesh_axis: str
     kind: str
     path: str
     logical_axis: Any = None
-    way: tuple[str, ...] = ()
 
     @property
     def rule(self) -> str:
@@ -158,10 +156,7 @@ class StepWords:
         found = self.ways.cause(value, mesh_axis)
         kind, path, names = self._find_source(found)
         name = names[found.dimension] if names and found.dimension < len(names) else None
-        # Operations that leave the array as it is say nothing of the way.
-        way = (one for one in found.way if not _SAME_ARRAY.fullmatch(one.kind))
-        steps = tuple(dict.fromkeys(map(self.place, way)))
-        return WhyCause(mesh_axis, kind, path, name, steps)
+        return WhyCause(mesh_axis, kind, path, name)
 
     def _find_source(self, cause: Cause) -> tuple[str, str, Any]:
         """Kind and path of a cause, and the logical axes of what it lays out."""

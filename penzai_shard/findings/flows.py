@@ -271,8 +271,6 @@ class _Follower:
         # By logical axis and length the mesh axes that were last asked for.
         self._split: dict[tuple[Hashable, int], tuple[str, ...]] = {}
         self._pinned: set[tuple[Hashable, str]] = set()
-        # By the value that comes out of a constraint what it asks for.
-        self._after: dict[int, _Split] = {}
         # By mesh axis, logical axis of parameters and that of what flows.
         self._meetings: dict[tuple[str, Hashable, Hashable], dict[str, tuple[Call, LeafPlan]]] = {}
         self._rows = {row.path.removeprefix("params/"): row for row in set_up.rows}
@@ -300,27 +298,11 @@ class _Follower:
         present = {name for leaf in leaves for name in leaf.names or ()}
         if self.is_laid_out:
             self.findings += _find_idle(pin, call.place, present, known)
-        for number, leaf in enumerate(leaves):
+        for leaf in leaves:
             split = _split_by(pin.rules, leaf, self.mesh)
             new = {name: axes for name, axes in split.items() if call.manual.isdisjoint(axes)}
-            if isinstance(call.layer, CONSTRAINTS):
-                self._compare_with_previous(call, leaf, new)
-                for output in call.outputs[number : number + 1]:
-                    self._after[id(output.value)] = new
             self._note(leaf, new)
             self._pinned |= {(name, axis) for name, axes in new.items() for axis in axes}
-
-    def _compare_with_previous(self, call: Call, leaf: Leaf, new: _Split) -> None:
-        """Finds a constraint that follows another directly, and undoes that."""
-        old = self._after.get(id(leaf.value))
-        if not old or not self.is_laid_out:
-            return
-        # To gather what was split, or to split more, undoes nothing.
-        keeps = all(new.get(name, ())[: len(axes)] == axes for name, axes in old.items())
-        gathers = all(old.get(name, ())[: len(axes)] == axes for name, axes in new.items())
-        if not keeps and not gathers:
-            what = f"it directly follows a constraint by {old}, which it undoes by {new}"
-            self.findings.append(Finding(call.place, what, kind="contradiction"))
 
     # Conflicts
 

@@ -68,9 +68,9 @@ def lint(
         mesh: The mesh, concrete or abstract.
         rules: As for ``make_plan``, or a ``Layout``; a model without the edits of its layout is
             looked at as with them.
-        batch: What a model of Penzai is called with, arrays or their shapes: its argument; a tuple
-            of that and a dictionary of side inputs; or a dictionary whose first entry is the
-            argument. Without it, what flows through the model is not looked at.
+        batch: What a model of Penzai is called with, arrays or their shapes: its argument; or a
+            dictionary whose first entry is the argument, and whose others are side inputs. Without
+            it, what flows through the model is not looked at.
         min_bytes: Which arrays are worth splitting: those of which a device holds so much.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.

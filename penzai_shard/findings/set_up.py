@@ -38,7 +38,7 @@ class Finding(Problem):
             ``"indivisible"``, ``"unnamed"``, ``"misfit"``. The model cannot be called:
             ``"uncallable"``. Rules: ``"unused"``, ``"under-sharded"``, ``"idle mesh axis"``. What
             flows: ``"whole batch"``, ``"conflict"``. Layers that lay out: ``"idle constraint"``,
-            ``"contradiction"``, ``"other mesh"``.
+            ``"other mesh"``.
         wasted_bytes: What each device holds in vain.
         paths: The arrays or layers that it concerns, if there are several.
 

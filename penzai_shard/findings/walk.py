@@ -32,9 +32,7 @@ _PASSED_BY = (*CONSTRAINTS, ConstrainActivations, GatherParameters)
 def trace_call(model: Any, batch: Any) -> Exception | None:
     """Traces the call of a model, whose variables stay as they are; returns what it fails with."""
     argument, side_inputs = batch, dict[str, Any]()
-    if type(batch) is tuple and len(batch) == 2 and type(batch[1]) is dict:
-        argument, side_inputs = batch
-    elif type(batch) is dict and batch:
+    if type(batch) is dict and batch:
         (_, argument), *others = batch.items()
         side_inputs = dict(others)
     tree = {"argument": argument, "body": model, "side_inputs": side_inputs}

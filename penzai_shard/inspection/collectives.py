@@ -81,7 +81,7 @@ class Total:
         )
 
 
-def _total(one: Collective, payload_bytes: int) -> Total:
+def add_up_part(one: Collective, payload_bytes: int) -> Total:
     """What a part of a collective comes to; nothing where its number of executions is unknown."""
     times = one.times or 0
     sent = wire_bytes(one.kind, payload_bytes, one.group_size)
@@ -123,7 +123,7 @@ class CollectiveReport(HasReport):
         The compiler for CPUs writes reduce-scatters as all-reduces; those for GPUs and TPUs write
         them as they are.
         """
-        halves = (_total(one, one.sliced_bytes).wire_bytes / 2 for one in self.collectives)
+        halves = (add_up_part(one, one.sliced_bytes).wire_bytes / 2 for one in self.collectives)
         return self.wire_bytes - sum(halves)
 
     @property
@@ -166,7 +166,7 @@ class CollectiveReport(HasReport):
                 own = key(one, part)
                 payloads[own] = payloads.get(own, 0) + part.payload_bytes
             for own, payload in payloads.items():
-                totals[own] = totals.get(own, Total()).plus(_total(one, payload))
+                totals[own] = totals.get(own, Total()).plus(add_up_part(one, payload))
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
 
     def least_time(self, links: Mapping[str, float] | None = None) -> float:
@@ -186,7 +186,7 @@ class CollectiveReport(HasReport):
         for one in self.collectives:
             # Groups that are not those of mesh axes may use all links.
             axes = tuple(self.mesh_sizes) if one.mesh_axes is None else one.mesh_axes
-            certain = 0 if one.is_upper_bound else _total(one, one.payload_bytes).wire_bytes
+            certain = 0 if one.is_upper_bound else add_up_part(one, one.payload_bytes).wire_bytes
             sent[axes] = sent.get(axes, 0) + certain
         if links is None and self.topology is not None:
             links = mesh_bandwidths(self.topology, self.mesh_sizes)

@@ -64,7 +64,6 @@ def test_cause_of_a_layout_that_is_asked_for():
     ways = find_ways(lambda x: jnp.sin(x.T), FREE, out_shardings=NamedSharding(MESH, ROWS))
     cause = ways.cause(ways.program.arguments[0], "data")
     assert (cause.kind, cause.dimension) == ("result", 0)
-    assert [one.kind for one in cause.way] == ["flow", "stablehlo.sine", "stablehlo.transpose"]
 
 
 def piece(x, i):

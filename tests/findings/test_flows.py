@@ -93,8 +93,6 @@ MISTAKES = {
     "of nothing, one of two": (IDLE, IN, after_blocks(by_name(LENGTHS)), MESH, RULES, TOKENS),
     "other shape": ("other mesh", IN, after_blocks(by_name(BATCH, DATA)), MESH, RULES, TOKENS),
     "other sharding": ("other mesh", IN, after_blocks(SHARDING), MESH, RULES, TOKENS),
-    "undone": ("contradiction", IN, after_blocks(by_name(SEQ), by_name(BATCH)), MESH, RULES,
-        TOKENS),
     "misspelt around": (IDLE, IN, MISSPELT, MESH, RULES, TOKENS),
     "no rule": ("whole batch", "batch", MODEL, MESH, {"neurons": "model"}, TOKENS),
     "placed whole": ("whole batch", "batch", MODEL, MESH, {"neurons": "model"},
@@ -210,7 +208,7 @@ def test_rules_for_what_only_flows_are_used():
 def test_tracing_leaves_variables_alone():
     model = pz.nn.Sequential([pz.nn.StochasticDropout(0.5)])
     stream = pz.RandomStream.from_base_key(jax.random.key(0))
-    batch = pz.nx.ones({"batch": 16}), {"random_stream": stream}
+    batch = {"x": pz.nx.ones({"batch": 16}), "random_stream": stream}
     assert lint(model, DATA, BATCH, batch=batch)
     assert int(stream.offset.value) == 0
 
