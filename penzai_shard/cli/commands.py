@@ -80,12 +80,8 @@ def lint(
     from penzai_shard.cli import inputs
     from penzai_shard.findings.lint import lint as find
 
-    # A reference may be that of a layout.
-    given = inputs.read_object(rules) if rules and ":" in rules else inputs.read_rules(rules)
-    called_with = None if batch is None else inputs.read_object(batch)
-    if callable(called_with):
-        called_with = inputs.build_abstract(called_with)
-    set_up = inputs.read_model(model), inputs.read_mesh(mesh), given
+    called_with = None if batch is None else inputs.read_shapes(batch)
+    set_up = inputs.read_model(model), inputs.read_mesh(mesh), inputs.read_rules(rules)
     report = find(*set_up, batch=called_with, **modes)
     print(report.to_json() if as_json else report)
     sys.exit(int(not report.ok))
@@ -107,7 +103,7 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
     from penzai_shard.inspection.locks import ShardingLock
 
     found = inputs.read_object(step)
-    compiled = found() if callable(found) else found
+    compiled = inputs.run(step, found) if callable(found) else found
     if not isinstance(compiled, CompiledStep):
         what = f"{step} gives a {type(compiled).__name__}, not a compiled step"
         fix = "Let it return compile_step(step, state, tokens=tokens)."
@@ -149,19 +145,21 @@ def choose(
     from penzai_shard.choosing.choose import choose_layout
     from penzai_shard.cli import inputs
     from penzai_shard.pretrained.families import model_of_config
+    from penzai_shard.rules import AxisRules
     from penzai_shard.training.cross_entropy import cross_entropy
 
     def predict_tokens(model: Any, rng: Any, state: Any, tokens: Any, targets: Any) -> Any:
         loss = cross_entropy(model(tokens), targets)
         return loss, state, {"loss": loss}
 
-    update = inputs.read_object(optimizer if ":" in optimizer else f"optax:{optimizer}")
+    name = optimizer if ":" in optimizer else f"optax:{optimizer}"
+    update = inputs.read_object(name)
     try:
         choices = choose_layout(
             inputs.read_model(model) if ":" in model else model_of_config(model),
             inputs.read_object(loss) if loss else predict_tokens,
-            update if ":" in optimizer else update(1e-3),
-            keep={rule.logical_axis: rule.mesh_axes for rule in inputs.read_rules(keep).rules},
+            update if ":" in optimizer else inputs.run(name, lambda: update(1e-3)),
+            keep={x.logical_axis: x.mesh_axes for x in AxisRules(inputs.read_rules(keep)).rules},
             **options,
         )
     except KeyboardInterrupt:

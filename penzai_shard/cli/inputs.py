@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import inspect
 import pathlib
 import re
 import sys
@@ -30,15 +29,17 @@ def read_object(reference: str) -> Any:
     """What ``file.py:name`` or ``module:name`` stands for.
 
     Raises:
-        SelectionError: There is no such file, module or name.
+        SelectionError: There is no such file, module or name, or the module fails.
     """
     place, _, name = reference.rpartition(":")
     if not place:
         raise make_error(f"{reference!r} names no object", f"Write {name}:build.")
-    module = _import_file(pathlib.Path(place)) if place.endswith(".py") else _import_module(place)
+    is_file = place.endswith(".py")
+    if is_file and not pathlib.Path(place).is_file():
+        raise make_error(f"there is no file {place!r}", "Write the path of a file.")
+    module = run(place, lambda: _import_file(place) if is_file else _import_module(place))
     if not hasattr(module, name):
-        known = [known for known in vars(module) if not known.startswith("_")]
-        near = nearest(name, known) or next(iter(known), "name")
+        near = nearest(name, vars(module)) or "name"
         raise make_error(f"{place} has no {name!r}", f"Write {place}:{near}.")
     return getattr(module, name)
 
@@ -49,7 +50,7 @@ def read_model(text: str) -> Any:
     What functions build has structs in place of arrays; so have the parameters of configurations.
 
     Raises:
-        SelectionError: There is no such object, or it needs arguments, or has no arrays.
+        SelectionError: There is no such object, it fails, or it has no arrays.
         CheckpointNotFoundError: There is no such name or path.
     """
     if ":" not in text and not text.endswith(".py"):
@@ -57,53 +58,59 @@ def read_model(text: str) -> Any:
         from penzai_shard.pretrained.families import model_of_config
 
         return param_dict(model_of_config(text))  # Without constants, which fill a plan.
-    build = read_object(text)
-    # A model can mostly be called too, and has arrays.
-    tree = build if leaves_of(build) or not callable(build) else build_abstract(build)
+    tree = read_shapes(text)
     if not leaves_of(tree):
         fix = "Write the name of a model, or of a function that returns one."
         raise make_error(f"{text} has no arrays", fix)
     return tree
 
 
-def build_abstract(build: Callable[..., Any]) -> Any:
-    """The shapes of what a function builds.
+def read_shapes(reference: str) -> Any:
+    """What a reference stands for; of a function the shapes of what it builds."""
+    found = read_object(reference)
+    # A model can mostly be called too, and has arrays.
+    if leaves_of(found) or not callable(found):
+        return found
+    return run(reference, lambda: abstract_model(found))
+
+
+def run(name: str, code: Callable[[], Any]) -> Any:
+    """What code of a user gives, which may fail in any way.
+
+    Args:
+        name: What it is called on the command line.
+        code: A function without arguments.
 
     Raises:
-        SelectionError: It needs arguments.
+        SelectionError: It raises what is no error of this library.
     """
-    parameters = inspect.signature(build).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    if needed:
-        what = f"{build.__name__} needs the argument {needed[0]!r}"
-        raise make_error(what, "Name a function without arguments that calls it.")
-    return abstract_model(build)
+    try:
+        return code()
+    except ShardingError:
+        raise
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        what = f"{name} fails with {type(error).__name__}: {first_line}"
+        raise make_error(what, "Add --debug to see where.") from error
 
 
 def _import_module(name: str) -> types.ModuleType:
     # A script that pip installs has its own folder there, and not the one it is called in.
     sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not name.startswith(error.name or " "):
-            raise
-        raise make_error(f"there is no module {name!r}", "Write file.py:name.") from error
+    return importlib.import_module(name)
 
 
 @functools.cache
-def _import_file(path: pathlib.Path) -> types.ModuleType:
-    if not path.is_file():
-        raise make_error(f"there is no file '{path}'", "Write the path of a file.")
+def _import_file(path: str) -> types.ModuleType:
     # Not by its own name, which may be that of a library.
-    spec = importlib.util.spec_from_file_location(f"penzai_shard_model_{path.stem}", path)
+    name = f"penzai_shard_model_{pathlib.Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up, and the file may import its neighbours.
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(pathlib.Path(path).parent))
     spec.loader.exec_module(module)
     return module
 
@@ -123,8 +130,8 @@ def read_mesh(text: str) -> AnyMesh:
     return make_mesh(sizes, abstract=True)
 
 
-def read_rules(text: str | None) -> AxisRules:
-    """The rules of ``fully_sharded,heads=data+model,layers=``, or of a reference to some.
+def read_rules(text: str | None) -> Any:
+    """The rules of ``fully_sharded,heads=data+model,layers=``, or what a reference stands for.
 
     A preset splits over the mesh axis that it names itself: ``data``, or ``model``.
 
@@ -134,7 +141,7 @@ def read_rules(text: str | None) -> AxisRules:
     if text is None:
         return AxisRules(None)
     if ":" in text:
-        return AxisRules(read_object(text))
+        return read_object(text)
     rules: list[Any] = []
     for part in filter(None, re.sub(r"\s", "", text).split(",")):
         name, equals, axes = part.partition("=")

@@ -17,7 +17,7 @@ def main() -> NoReturn:
 
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
         penzai_shard(arguments, prog_name="penzai-shard")
-    except (ShardingError, MissingExtraError) as error:
+    except (ShardingError, MissingExtraError, OSError) as error:
         if "--debug" in sys.argv:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
