@@ -36,10 +36,9 @@ def test_blocks_print_what_stands_below_them(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_links_lead_to_files(page):
+    folder = (ROOT / page).parent
     targets = re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", (ROOT / page).read_text())
-    assert [
-        target for target in targets if not (ROOT / page).parent.joinpath(target).is_file()
-    ] == []
+    assert [target for target in targets if not (folder / target).is_file()] == []
 
 
 def test_commands_of_the_readme_are_those_of_the_ci():
