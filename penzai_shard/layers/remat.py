@@ -14,7 +14,7 @@ from penzai_shard.paths import nearest
 
 Policy: TypeAlias = str | Callable[..., Any]
 
-HOST_MEMORY = "pinned_host"
+_HOST_MEMORY = "pinned_host"
 # What a gathered parameter is called where a policy decides on it.
 GATHERED = "gathered_parameter"
 # A gathered parameter must not be kept under another form either: as it was before it got its name,
@@ -43,8 +43,13 @@ POLICIES: dict[str, Callable[..., Any]] = {
     # All but the parameters that `GatherParameters` gathers.
     "all_but_gathered": _all_but_gathered,
     # Those of linear layers, in the memory of the host.
-    "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY),
+    "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", _HOST_MEMORY),
 }
+
+
+def find_policy(policy: Policy | None) -> Callable[..., Any] | None:
+    """The function of JAX that a policy stands for; None keeps nothing."""
+    return POLICIES[policy] if isinstance(policy, str) else policy
 
 
 def check_policy(called: str, policy: Any, known: Collection[str] = tuple(POLICIES)) -> None:
@@ -93,6 +98,5 @@ class Checkpointed(WrapperLayer):
             check_policy("Checkpointed", self.policy)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
-        policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
-        transformed: Call = jax.checkpoint(call, policy=policy)
+        transformed: Call = jax.checkpoint(call, policy=find_policy(self.policy))
         return transformed

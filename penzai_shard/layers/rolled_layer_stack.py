@@ -12,22 +12,19 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from penzai import pz
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import LayerStackError, Problem, Problems, RuleTypeError
 from penzai_shard.layers import remat
-from penzai_shard.layers.manual import manual_axes, vary_over, varying_axes
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.paths import nearest
 
 _SHARED = pz.nn.LayerStackVarBehavior.SHARED
 _PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
-# Besides those of ``Checkpointed``.
-_OWN_POLICIES = ("carries", "nested", "inputs", "offload_carries")
+# Besides those of ``Checkpointed``. What is in a layer is then computed again, all of it.
+_OWN_POLICIES = ("carries", "nested")
 # A layer: of what is carried and its slices, what is carried on and its own results.
 _RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -52,11 +49,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
 
             * False or ``"everything"``: all, n * (C + I);
             * ``"carries"``: the input of each layer, n * C + I; each layer runs forward twice;
-            * ``"nested"``: the input of each group of about sqrt(n) layers, 2 * sqrt(n) * C + I;
-              each layer runs forward three times;
-            * ``"inputs"``: as ``"carries"``, and a copy of the parameters that each layer takes
-              from the stack, which saves a message where the stack axis is split over devices;
-            * ``"offload_carries"``: as ``"carries"``, in the memory of the host;
+            * ``"nested"``: the input of each group of about sqrt(n) layers, the divisor of n that
+              is nearest to it, 2 * sqrt(n) * C + I; each layer runs forward three times;
             * what ``Checkpointed`` takes, for what is kept inside of each layer.
 
     Raises:
@@ -161,8 +155,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
                 return pz.nx.order_like(result, carry), per_layer
 
             # Run them, and give the variables what they hold now.
-            carry = _vary_as_after(run_layer, (argument, shared), slices)
-            (value, shared), per_layer = self._run_loop(run_layer, carry, slices)
+            (value, shared), per_layer = self._run_loop(run_layer, (argument, shared), slices)
         for variable, after in zip(variables[0], shared, strict=True):
             variable.value = after.value
         for variable, after in zip(variables[1], per_layer, strict=True):
@@ -226,26 +219,25 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         def run_turns(carry: Any, slices: Any, length: int) -> Any:
             run, unroll = run_layer, min(self.unroll, length)
             if self.policy not in (False, "everything"):
-                run = _checkpoint(run, self.policy, self.stack_axis, is_in_loop=length > unroll)
+                policy: Any = None if self.policy in _OWN_POLICIES else self.policy
+                keeps = remat.find_policy(policy)
+                # In a loop the compiler cannot find what the forward pass has computed, and use it.
+                run = jax.checkpoint(run, policy=keeps, prevent_cse=length == unroll)
             return jax.lax.scan(run, carry, slices, length=length, unroll=unroll)
 
-        size = _group_size(self.stack_axis_size)
-        groups, rest = divmod(self.stack_axis_size, size)
-        if self.policy != "nested" or groups < 2:
-            return run_turns(carry, slices, self.stack_axis_size)
+        count = self.stack_axis_size
+        # Groups of one size, as layers that are left over would copy the parameters of the stack.
+        divisors = (size for size in range(1, count + 1) if count % size == 0)
+        size = min(divisors, key=lambda size: abs(size - math.sqrt(count)))
+        if self.policy != "nested" or size in (1, count):
+            return run_turns(carry, slices, count)
+        groups = count // size
         run_group = jax.checkpoint(run_turns, prevent_cse=False, static_argnums=2)
-        in_groups = jax.tree.map(
-            lambda x: x[: groups * size].reshape(groups, size, *x.shape[1:]), slices
-        )
+        in_groups = jax.tree.map(lambda x: x.reshape(groups, size, *x.shape[1:]), slices)
         carry, results = jax.lax.scan(
             lambda carry, slices: run_group(carry, slices, size), carry, in_groups, length=groups
         )
-        results = jax.tree.map(lambda x: x.reshape(groups * size, *x.shape[2:]), results)
-        if rest:
-            others = jax.tree.map(lambda x: x[groups * size :], slices)
-            carry, last = run_turns(carry, others, rest)
-            results = jax.tree.map(lambda *parts: jnp.concatenate(parts), results, last)
-        return carry, results
+        return carry, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), results)
 
 
 def _map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -261,45 +253,6 @@ def _axes_of_arrays(tree: Any) -> Any:
     return _map_arrays(lambda array: frozenset(array.named_shape), tree)
 
 
-def _group_size(length: int) -> int:
-    """How many layers form a group: about the square root, and a number that divides, if there is.
-
-    A rest copies the parameters of the stack.
-    """
-    root = round(math.sqrt(length))
-    sizes = sorted(range(max(root // 2, 2), 2 * root + 1), key=lambda size: abs(size - root))
-    return next((size for size in sizes if length % size == 0), root)
-
-
-def _checkpoint(run: _RunLayer, policy: Any, axis: Any, *, is_in_loop: bool) -> _RunLayer:
-    """A layer that is computed again in the backward pass.
-
-    Args:
-        run: The layer.
-        policy: What is kept.
-        axis: The logical axis of the layers; it tells a stack from one in its layers.
-        is_in_loop: Whether it is the body of a loop, in which the compiler cannot find what the
-            forward pass has computed, and use that.
-    """
-    carry_name, slices_name = f"carry of {axis}", f"slices of {axis}"
-    keeps = remat.POLICIES.get(policy, policy)
-    if policy in _OWN_POLICIES:
-        keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[slices_name],
-            names_which_can_be_offloaded=[carry_name],
-            offload_src="device",
-            offload_dst=remat.HOST_MEMORY,
-        )
-
-    def run_with_names(carry: Any, slices: Any) -> tuple[Any, Any]:
-        carry = checkpoint_name(carry, carry_name) if policy == "offload_carries" else carry
-        slices = checkpoint_name(slices, slices_name) if policy == "inputs" else slices
-        return run(carry, slices)
-
-    again: _RunLayer = jax.checkpoint(run_with_names, policy=keeps, prevent_cse=not is_in_loop)
-    return again
-
-
 # What is carried from layer to layer
 
 
@@ -307,39 +260,17 @@ def _check_form(before: Any, after: Any) -> None:
     """Refuses a layer whose output, or shared state, is unlike what it gets."""
     problems = Problems("each layer of a stack must give back the form of its input:")
     trees = ({"argument": value, "state": shared} for value, shared in (before, after))
-    own, found = ({leaf.path: leaf for leaf in leaves_of(tree)} for tree in trees)
+    own, found = ({leaf.path: _form_text(leaf) for leaf in leaves_of(tree)} for tree in trees)
     for path in dict.fromkeys([*own, *found]):
-        one, other = _form_text(own.get(path)), _form_text(found.get(path))
+        one, other = own.get(path, "nothing"), found.get(path, "nothing")
         if one != other:
             fix = "Take layers of another form out of the stack."
             problems.add(path, f"a layer gets {one} and gives {other}", fix)
     problems.raise_if_any(LayerStackError)
 
 
-def _form_text(leaf: Leaf | None) -> str:
+def _form_text(leaf: Leaf) -> str:
     """Dtype and lengths, however the logical axes are ordered."""
-    if leaf is None:
-        return "nothing"
-    dims = zip(leaf.names or (None,) * len(leaf.shape), leaf.shape, strict=True)
-    lengths = [str(length) if name is None else f"{name}={length}" for name, length in dims]
-    return f"{leaf.dtype}({', '.join(sorted(lengths, key=lambda x: x if '=' in x else ''))})"
-
-
-def _vary_as_after(run_layer: _RunLayer, carry: Any, slices: Any) -> Any:
-    """What is carried, typed as varying along the mesh axes that it varies along after a turn.
-
-    Inside ``jax.shard_map`` a loop wants one type before and after each turn.
-    """
-    if not manual_axes():
-        return carry
-
-    def turn(carry: Any, slices: Any) -> Any:
-        return run_layer(carry, jax.tree.map(lambda x: x[0], slices))[0]
-
-    while True:
-        wanted = [*map(varying_axes, jax.make_jaxpr(turn)(carry, slices).out_avals)]
-        found = [*map(varying_axes, jax.tree.leaves(carry))]
-        if all(axes <= own for axes, own in zip(wanted, found, strict=True)):
-            return carry
-        values = map(vary_over, jax.tree.leaves(carry), wanted)
-        carry = jax.tree.unflatten(jax.tree.structure(carry), values)
+    names = leaf.names or (None,) * len(leaf.shape)
+    dims = sorted(zip(names, leaf.shape, strict=True), key=lambda dim: str(dim[0] or ""))
+    return f"{leaf.dtype} of {dims}"
