@@ -6,7 +6,6 @@ array: it is compared by content and hashed, so that two builds of a model share
 """
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -126,8 +125,9 @@ class _Box:
     is_live: bool = dataclasses.field(compare=False)
 
 
+@jax.tree_util.register_static
 class Structure:
-    """Everything of a tree but its arrays.
+    """Everything of a tree but its arrays; to JAX itself a tree without arrays.
 
     Two structures are equal if paths, static values and containers are, also settings of modules,
     where ``2`` and ``2.0`` differ. Lengths and positional dimensions of arrays are not part of it.
@@ -138,7 +138,6 @@ class Structure:
         statics: Path and value of each leaf that is no array, such as a function.
         variables: The variables, each once, in the order of their first leaves.
         problems: What is wrong with names that a library gives; not part of equality.
-        notes: What a plan should say of some leaves, by path; not part of equality.
     """
 
     def __init__(self, root: Any, walk: "_Walk") -> None:
@@ -148,7 +147,6 @@ class Structure:
         self.statics = tuple(walk.statics)
         self.variables = tuple(walk.variables)
         self.problems = tuple(walk.problems)
-        self.notes = dict(walk.notes)
         # Functions and settings of two builds may hash differently and be equal all the same.
         self._hash = hash((self.paths, tuple(path for path, _ in self.statics)))
 
@@ -239,12 +237,13 @@ class Structure:
         problems.raise_if_any(ShardingError)
 
     def _first_difference(self, other: "Structure") -> Problem:
-        own, found = ([*zip(s.paths, s.names, strict=True), *s.statics] for s in (self, other))
-        for here, there in itertools.zip_longest(own, found):
+        own, found = (
+            dict([*zip(s.paths, s.names, strict=True), *s.statics]) for s in (self, other)
+        )
+        for path in own | found:
+            here, there = (known.get(path, "absent") for known in (own, found))
             if not same_static(here, there):
-                path, axes = here or there
-                place, others = there or ("", "nothing")
-                what = f"axes or setting are {axes}, and the other has {others} at {place!r}"
+                what = f"axes or setting are {here}, and in the other tree {there}"
                 return Problem(path, what, "Keep all as it was.")
         return Problem("", "a container or a setting of a module differs", "Keep it as it was.")
 
@@ -305,7 +304,6 @@ class _Walk:
         self.variables: list[Variable] = []
         self.nodes: list[Any] = []
         self.problems: list[Problem] = []
-        self.notes: dict[str, str] = {}
         self._boxes = 0
         # By identity: box and data of a variable or module that was met.
         self._seen: dict[Any, tuple[int, Any]] = {}
@@ -374,9 +372,6 @@ class _Walk:
             path = path if other == place else place
         if content.problem is not None:
             self.problems.append(Problem(path, *content.problem, kind="unreadable"))
-        if content.note:
-            self.notes[path] = content.note
-
         number, self._boxes = self._boxes, self._boxes + 1
         first, position = len(self.leaves), len(self.variables)
         variable = node if is_live else context.variable

@@ -33,17 +33,9 @@ from penzai_shard.rules import decide
 if TYPE_CHECKING:
     from penzai_shard.layers.shard_mapped import ShardMapped
 
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The structure of a call's output and of what it assigns; to JAX a tree without arrays."""
-
-    structure: Structure
-
-
-# The program of a call for arrays of some lengths, and the form of its results.
-_Trace: TypeAlias = tuple[ClosedJaxpr, Form]
+# The program of a call for arrays of some lengths, and the structure of its results: of the output
+# and of what it assigns.
+_Trace: TypeAlias = tuple[ClosedJaxpr, Structure]
 
 
 class _Crossing(NamedTuple):
@@ -70,7 +62,7 @@ class _Crossing(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run_per_device(
     region: "ShardMapped", call: PureCall, values: Sequence[Any]
-) -> tuple[Form, list[Any]]:
+) -> tuple[Structure, list[Any]]:
     """Runs a call per device.
 
     It is compiled, as a region would be traced anew at every call otherwise.
@@ -100,13 +92,13 @@ def run_per_device(
             return []
 
         jax.eval_shape(run.map_parts(check, []), *values)
-        (((_, form), outputs),) = found
+        (((_, structure), outputs),) = found
 
         def compute(*parts: Any) -> list[Any]:
             _, results = run.body(run.enter(parts))
             return [_cut(region, *pair) for pair in zip(outputs, results, strict=True)]
 
-        return form, run.map_parts(compute, outputs)(*values)
+        return structure, run.map_parts(compute, outputs)(*values)
 
 
 class _Run:
@@ -116,7 +108,7 @@ class _Run:
         inputs: What enters.
         keys: Which of it are base keys of random streams that differ between devices.
         random_axes: The mesh axes along which these differ: those that activations are split over.
-        body: The call, from arrays of any lengths to the form of its results and their arrays.
+        body: The call, from arrays of any lengths to the structure of its results and their arrays.
     """
 
     def __init__(self, region: "ShardMapped", call: PureCall, values: Sequence[Any]) -> None:
@@ -144,10 +136,10 @@ class _Run:
         keys = find_base_keys(tree, leaves)
         self.keys = [is_key and bool(self.random_axes) for is_key in keys]
 
-        def body(values: Sequence[Any]) -> tuple[Form, list[Any]]:
+        def body(values: Sequence[Any]) -> tuple[Structure, list[Any]]:
             output, assigned = call(values)
             leaves, structure = flatten({"output": output, "assigned": assigned})
-            return Form(structure), [leaf.value for leaf in leaves]
+            return structure, [leaf.value for leaf in leaves]
 
         # In line, it leaves no trace in the program.
         self.body = jax.jit(body, inline=True)
@@ -196,9 +188,9 @@ class _Run:
         Raises:
             ManualRegionError: A result differs between devices that should hold the same.
         """
-        (program, form), outputs = part, []
+        (program, structure), outputs = part, []
         longest = [[n * self._region.mesh.size for n in kind.shape] for kind in program.out_avals]
-        results = self._lay_out_results(form, longest)
+        results = self._lay_out_results(structure, longest)
         problems = Problems("the layer cannot run per device:")
         for kind, one in zip(program.out_avals, results, strict=True):
             varying = varying_axes(kind)
@@ -225,7 +217,7 @@ class _Run:
         parts = {self._parts(axes) * n: axes for axes, n in times.items()}
         text = ", ".join(sorted(f"{name!r} over {axes}" for name, axes in self._splits))
         problems = Problems(f"the layer does not treat split axes ({text}) independently:")
-        if any(form != part[1] for _, form in (whole, longest)):
+        if any(structure != part[1] for _, structure in (whole, longest)):
             what = "the output is another tree for a part than for the whole"
             problems.add("output", what, "Map what decides it to None in activation_rules.")
 
@@ -310,13 +302,13 @@ class _Run:
         problems.raise_if_any(ManualRegionError)
         return outputs
 
-    def _lay_out_results(self, form: Form, shapes: Sequence[Sequence[int]]) -> list[_Crossing]:
+    def _lay_out_results(
+        self, structure: Structure, shapes: Sequence[Sequence[int]]
+    ) -> list[_Crossing]:
         """Where the rules for activations say that the results lie outside."""
         problems = Problems("no valid layout for what leaves the region:")
         own, results = self._call.structure, []
-        for path, names, shape in zip(
-            form.structure.paths, form.structure.names, shapes, strict=True
-        ):
+        for path, names, shape in zip(structure.paths, structure.names, shapes, strict=True):
             first, number = [*path.split("/"), ""][:2]
             if first == "assigned":
                 path = ", ".join(own.paths[own.variables[int(number)].leaves]) or path

@@ -106,8 +106,8 @@ class ShardMapped(WrapperLayer):
         region = dataclasses.replace(self, body=None, mesh=auto_twin(self.mesh))
 
         def run(values: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
-            form, arrays = run_per_device(region, call, list(values))
-            tree = form.structure.fill_alike(arrays)
+            structure, arrays = run_per_device(region, call, list(values))
+            tree = structure.fill_alike(arrays)
             return tree["output"], tree["assigned"]
 
         return run

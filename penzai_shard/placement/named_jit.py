@@ -1,7 +1,6 @@
 """Compiles a free function with layouts by axis name, as ``haliax.named_jit`` does."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,21 +69,18 @@ def named_jit(
             fix = "Leave the assignment out, and return what it would assign."
             raise ShardingError("named_jit:", [Problem("", what, fix)])
         leaves, own = flatten(result)
-        # Arrays leave a trace together with what joins them.
-        return jax.tree_util.Partial(own.fill_alike, [leaf.value for leaf in leaves])
+        return own, [leaf.value for leaf in leaves]
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = run_inputs((args, kwargs), "named_jit")
         values = [leaf.value for leaf in leaves]
-        # An array that also stands in another place must stay.
-        counts = Counter(map(id, values))
+        # JAX refuses to take the memory of an array that stands in another place too.
         given = (leaves_of(arg) for i, arg in enumerate(args) if i in positions)
-        taken = {
-            id(leaf.value) for leaves in given for leaf in leaves if counts[id(leaf.value)] == 1
-        }
+        taken = {id(leaf.value) for leaves in given for leaf in leaves}
         donated = {i: value for i, value in enumerate(values) if id(value) in taken}
         others = {i: value for i, value in enumerate(values) if id(value) not in taken}
-        return run(structure, donated, others)()
+        own, results = run(structure, donated, others)
+        return own.fill_alike(results)
 
     return call

@@ -108,8 +108,6 @@ def examine(tree: Any, request: arguments.Request) -> tuple[ShardingPlan, Proble
         if leaf.path not in unreadable:
             for problem in found:
                 problems.add(leaf.path, problem.what, problem.fix, problem.kind)
-        if leaf.path in structure.notes:
-            reason = f"{reason}; {structure.notes[leaf.path]}"
         plans.append(planner.plan(leaf, spec, reason))
     remarks: tuple[str, ...] = ()
     if request.is_explicit:

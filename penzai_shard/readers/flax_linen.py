@@ -34,10 +34,8 @@ class _Boxes:
                 "given twice",
                 f"Annotate its initialiser once: {_EXAMPLE}.",
             )
-        note = ""
-        if getattr(node, "mesh", None) is not None:
-            note = "the mesh in its box is not used"
-        return Content(data, template, names, is_plain=True, problem=problem, note=note)
+        # A mesh in the box is that of linen's own layout, in whose place a plan stands.
+        return Content(data, template, names, is_plain=True, problem=problem)
 
     def close(self, template: Any, data: Any) -> Any:
         return template.replace_boxed(data)

@@ -60,17 +60,12 @@ class _Variables:
         metadata, data = node.get_metadata(), node.get_raw_value()
         template = _VariableTemplate(type(node), metadata)
         role = "parameter" if isinstance(node, nnx.Param) else "state"
-        if metadata.get("ref"):
-            what = "it holds a reference, as nnx.var_defaults(ref=True) makes them"
-            fix = "Make the model without that."
-            return Content(None, template, role=role, identity=id(node), problem=(what, fix))
         given = next((metadata[key] for key in _NAMES if metadata.get(key) is not None), None)
         if given is None:
             # Keys and counters of random streams have nothing to name.
             is_random = isinstance(node, nnx.RngState)
-            note = "random state" if is_random else ""
             names = (None,) * len(getattr(data, "shape", ())) if is_random else None
-            return Content(data, template, names, role=role, identity=id(node), note=note)
+            return Content(data, template, names, role=role, identity=id(node))
         given = given.spec if isinstance(given, NamedSharding) else given
         names, problem = read_names(given, "variable", _EXAMPLE)
         return Content(data, template, names, role=role, identity=id(node), problem=problem)

@@ -49,7 +49,6 @@ class Content:
         identity: Equal for two nodes that are one variable; None for plain values.
         is_plain: Whether code of the library computes with the data, without the node.
         problem: Why the names cannot be used, and a fix.
-        note: What a plan should say of the array.
     """
 
     data: Any
@@ -61,7 +60,6 @@ class Content:
     identity: Hashable = None
     is_plain: bool = False
     problem: tuple[str, str] | None = None
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

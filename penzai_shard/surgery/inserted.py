@@ -223,8 +223,6 @@ def flatten_bare(tree: Any) -> tuple[list[Leaf], Structure]:
     for leaf in leaves:
         paths = places.get((id(leaf.variable), id(leaf.value)))
         renamed.append(dataclasses.replace(leaf, path=paths.pop() if paths else leaf.path))
-    new = {old.path: leaf.path for old, leaf in zip(leaves, renamed, strict=True)}
     structure = copy.copy(structure)
     structure.paths = tuple(leaf.path for leaf in renamed)
-    structure.notes = {new[path]: note for path, note in structure.notes.items()}
     return renamed, structure

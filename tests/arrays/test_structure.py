@@ -348,18 +348,6 @@ def test_calls_per_array():
     assert count_calls(lambda: structure.fill(values)) / len(leaves) < 40
 
 
-@pytest.mark.parametrize("name", ["stacked llama", "linen state", "nnx", "haliax mlp", "v1 mlp"])
-def test_fill_with_shardings_gives_a_tree_that_jax_takes(name):
-    tree = freeze(models.model(name))
-    leaves, structure = flatten(tree)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    specs = [P("a") if leaf.shape and leaf.shape[0] % 2 == 0 else P() for leaf in leaves]
-    shardings = structure.fill([NamedSharding(mesh, spec) for spec in specs])
-    placed = jax.device_put(tree, shardings)
-    assert [x.sharding for x in jax.tree.leaves(placed)] == jax.tree.leaves(shardings)
-    jax.jit(lambda tree: None, in_shardings=(shardings,)).lower(tree)
-
-
 def test_flatten_of_a_reference_is_a_problem():
     (problem,) = flatten({"ref": jax.new_ref(jnp.zeros(2))})[1].problems
     assert (problem.path, problem.kind) == ("ref", "unreadable")

@@ -76,10 +76,3 @@ def test_named_jit_refuses_assignments():
     run = pzs.named_jit(lambda model: model(pz.nx.ones({"features": 8})), MESH, RULES)
     (problem,) = problems_of(pzs.ShardingError, run, counted_mlp())
     assert "return what it would assign" in problem.fix
-
-
-def test_named_jit_keeps_an_array_that_is_given_twice():
-    w = pzs.place(jnp.ones(8), pzs.make_mesh({"data": 8}), {}, on_unnamed="replicate")
-    run = pzs.named_jit(lambda x, y: (x + 1, y), pzs.make_mesh({"data": 8}), {}, donate_argnums=0)
-    assert run(w, w)[0][0] == 2
-    assert not w.is_deleted()
