@@ -82,6 +82,8 @@ class _Program:
 
 
 _find_program = functools.lru_cache(128)(_Program)
+# What is kept of a model that was read.
+_Read: TypeAlias = tuple[LiveModel, _Options, _Program]
 
 
 @pz.pytree_dataclass
@@ -133,7 +135,8 @@ class Jitted(WrapperLayer):
         inputs = {"argument": argument, "side_inputs": side_inputs}
         held = {} if is_array else {k: tree for k, tree in inputs.items() if _is_held(tree)}
         while True:
-            live, options, program = self.__dict__.get(_LIVE) or self._read_model()
+            read = self.__dict__.get(_LIVE) or self._read_model()
+            live, _, program = read
             is_locked = held or self.donate_argument or program.assigns is not False
             with ASSIGNING if is_locked else _AT_ONCE:
                 values = live.read_values()
@@ -141,7 +144,7 @@ class Jitted(WrapperLayer):
                     self.__dict__.pop(_LIVE, None)
                     continue
                 if held:
-                    return self._run_with_variables(live, options, values, inputs, held)
+                    return self._run_with_variables(read, values, inputs, held)
                 output, assigned = program(values, argument, side_inputs, ())
                 program.assigns = bool(assigned or program.assigns)
                 # With another argument a layer may assign what it did not assign before: its call
@@ -150,7 +153,7 @@ class Jitted(WrapperLayer):
                     assign(live.variables, assigned)
                     return output
 
-    def _read_model(self) -> tuple[LiveModel, _Options, _Program]:
+    def _read_model(self) -> _Read:
         """Reads the body, and keeps that until the body is edited or the layer is gone."""
         fields = {**self.__getstate__(), "body": None, "name": f"Jitted_{type(self.body).__name__}"}
         leaves, structure = flatten(on_auto_twin(fields))
@@ -160,18 +163,12 @@ class Jitted(WrapperLayer):
             call = PureCall(live.structure, live.settings)
             program = _find_program(call, live.numbers, options)
         # No field: neither a part of the tree, nor compared, nor shown.
-        self.__dict__[_LIVE] = live, options, program
-        return live, options, program
+        self.__dict__[_LIVE] = read = live, options, program
+        return read
 
-    def _run_with_variables(
-        self,
-        live: LiveModel,
-        options: _Options,
-        values: list[Any],
-        inputs: dict[str, Any],
-        held: dict[str, Any],
-    ) -> Any:
+    def _run_with_variables(self, read: _Read, values: list[Any], inputs: Any, held: Any) -> Any:
         """Runs with variables, or what is no array, in some of the inputs, those in ``held``."""
+        live, options, _ = read
         if "argument" in held and (self.donate_argument or self.in_shardings is not None):
             what = "it holds more than arrays: that is neither donated nor laid by in_shardings"
             problem = Problem("argument", what, "Give them as side inputs.")

@@ -97,10 +97,6 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["body"], name)
 
-    def __dir__(self) -> list[str]:
-        shown = [name for name in dir(self.__dict__.get("body")) if not name.startswith("_")]
-        return sorted({*super().__dir__(), *shown})
-
 
 @pz.pytree_dataclass
 class Scoped(WrapperLayer):
@@ -111,10 +107,7 @@ class Scoped(WrapperLayer):
 
     Attributes:
         body: The layer.
-        name: The name; ``/`` in it nests.
-
-    Raises:
-        RuleTypeError: The name is no text.
+        name: The name, a text; ``/`` in it nests.
 
     >>> layer = Scoped(pz.nn.Elementwise(jax.numpy.sin), "block_3")
     >>> "block_3" in jax.jit(layer).lower(1.0).as_text(debug_info=True)
@@ -123,11 +116,6 @@ class Scoped(WrapperLayer):
 
     body: Any
     name: str = dataclasses.field(metadata={"pytree_node": False})
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            what = f"the name is {reprlib.repr(self.name)}"
-            raise RuleTypeError("Scoped:", [Problem("", what, "Write Scoped(layer, 'block_3').")])
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         with auto_context(), jax.named_scope(self.name):

@@ -187,7 +187,7 @@ WRONG_USES = [
     ("RuleType", "body", "Jitted(layer)", lambda: pzs.Jitted(pz.nn.Identity)(X)),
     ("RuleType", "body", "Checkpointed(layer)", lambda: pzs.Checkpointed(None)(X)),
     ("RuleType", "", "'dots_without_batch'", lambda: pzs.Checkpointed(LAYER, "dots_without_bach")),
-    ("RuleType", "", "'block_3'", lambda: pzs.Scoped("block", LAYER)),
+    ("RuleType", "body", "Scoped(layer)", lambda: pzs.Scoped("block", LAYER)(X)),
     ("RuleType", "", "'bfloat16'", lambda: pzs.InPrecision(LAYER, "bf16")),
     ("RuleType", "", "keep=()", lambda: pzs.InPrecision(LAYER, "bfloat16", keep=["norms"])),
     ("RuleType", "", "keep=()", lambda: pzs.InPrecision(LAYER, "bfloat16", keep=LAYER)),
