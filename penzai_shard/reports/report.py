@@ -1,13 +1,13 @@
 """Holds what a function found out: a verdict, rows of raw values, and notes.
 
-Text, rich, HTML, treescope, the tree and JSON are views of the same rows. The rows of equal blocks
-are folded once, here, so that all views fold them in the same way.
+Text, HTML, treescope, the tree and JSON are views of the same rows. The rows of equal blocks are
+folded once, here, so that all views fold them in the same way.
 """
 
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from penzai_shard.errors import Problem, SelectionError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Kind = Literal["path", "text", "detail", "bytes", "count", "seconds", "percent", "ok"]
 # Quantities of these kinds add up over blocks and over what is below a path.
 SUMMED = frozenset({"bytes", "count", "seconds"})
-# A line of text in pieces, each with the style that rich gives it.
+# A line of a drawing in pieces, each with the style that HTML gives it.
 Line = Sequence[tuple[str, str]]
 
 
@@ -135,18 +135,9 @@ class HasReport:
         from penzai_shard.reports.text import write_lines
 
         width = shutil.get_terminal_size((100, 0)).columns
-        lines = write_lines(self.report(), width)
-        return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in write_lines(self.report(), width))
 
     __repr__ = __str__
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        from penzai_shard.reports.text import write_lines
-
-        for line in write_lines(self.report(), options.max_width):
-            yield Text.assemble(*line)
 
     def _repr_html_(self) -> str:
         from penzai_shard.reports.html import write_table

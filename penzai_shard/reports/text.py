@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from penzai_shard.reports.quantities import plain_text
-from penzai_shard.reports.report import Column, Line, Report
+from penzai_shard.reports.report import Column, Report
 
 QUANTITIES = frozenset({"bytes", "count", "seconds", "percent"})
 _GAP = "  "
@@ -17,25 +17,24 @@ _WORDS = re.compile(r"\S+\s*|\s+")
 _PATH_PIECES = re.compile(r"[^\s/]*/|[^\s/]+\s*|\s+")
 
 
-def write_lines(report: Report, width: int) -> Iterator[Line]:
-    """The verdict, the rows and the notes, each with the style that rich gives it."""
+def write_lines(report: Report, width: int) -> Iterator[str]:
+    """The verdict, the rows and the notes."""
     report = report.condense()
-    style = {None: "bold", True: "bold green", False: "bold red"}[report.ok]
-    yield from ([(text, style)] for text in wrap(plain_text(report.verdict), width))
+    yield from wrap(plain_text(report.verdict), width)
     columns, cells = table_cells(report)
     if columns:
         names = [column.name for column in columns]
         widths = _column_widths(columns, [names, *cells], width)
         if widths:
-            yield from ([(line, "bold")] for line in _write_row(columns, names, widths, width))
+            yield from _write_row(columns, names, widths, width)
         for row, texts in zip(report.rows, cells, strict=True):
-            style = "red" if is_bad(report, row) else ""
-            yield from ([(line, style)] for line in _write_row(columns, texts, widths, width))
+            yield from _write_row(columns, texts, widths, width)
             for detail in row_details(report, row):
-                yield from ([(line, "")] for line in wrap(detail, width, indent=_INDENT))
-    yield from report.drawing(width)
+                yield from wrap(detail, width, indent=_INDENT)
+    for pieces in report.drawing(width):
+        yield "".join(text for text, _ in pieces)
     for note in report.notes:
-        yield from ([(line, "")] for line in wrap(plain_text(note), width))
+        yield from wrap(plain_text(note), width)
 
 
 def table_cells(report: Report) -> tuple[list[Column], list[list[str]]]:

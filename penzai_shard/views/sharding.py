@@ -147,7 +147,7 @@ def show_sharding(array: Any) -> ShardedArray:
             ``plan.leaves``. It may be deleted, and may lie on devices of other processes.
 
     Returns:
-        What ``print``, rich and notebooks draw; its ``parts`` have all intervals and devices.
+        What ``print`` and notebooks draw; its ``parts`` have all intervals and devices.
 
     Raises:
         RuleTypeError: There is no array, or there are several.

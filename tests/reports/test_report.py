@@ -1,13 +1,11 @@
 """One report, many views: the same numbers in all of them, at any width, whatever the text."""
 
 import html.parser
-import io
 import json
 import re
 
 import numpy as np
 import pytest
-import rich.console
 import treescope
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,17 +65,6 @@ def test_views_show_the_same_numbers():
             assert re.search(rf"{path}.*?{size}", view, re.DOTALL)
     rows = json.loads(report.to_json())["rows"]
     assert sum(row["bytes"] for row in rows if "query" in row["path"]) == 192 * 2**10
-
-
-def test_rich_writes_the_lines_of_print(monkeypatch):
-    report = plan_report(ok=False)
-    for width in WIDTHS:
-        monkeypatch.setenv("COLUMNS", str(width))
-        plain, coloured = io.StringIO(), io.StringIO()
-        rich.console.Console(file=plain).print(report)
-        assert [line.rstrip() for line in plain.getvalue().splitlines()] == str(report).splitlines()
-        rich.console.Console(file=coloured, force_terminal=True).print(report)
-        assert "\x1b[1;31m37 arrays" in coloured.getvalue()
 
 
 def test_narrow_table_is_written_in_lines_and_breaks_no_word(monkeypatch):

@@ -1,7 +1,6 @@
 """What is drawn of an array is what JAX says of its sharding, for any sharding and any array."""
 
 import collections
-import io
 import math
 import re
 
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.console
 import treescope
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -152,15 +150,10 @@ def test_array_on_other_processes_is_drawn_with_them():
 def test_drawing_is_in_all_views_and_names_are_written_out():
     given = struct((8, 2), MESH, P("data", "model"))
     array = show_sharding(pz.nx.NamedArray({"<b>": 8, "<i>\x1b[31m\u202e": 2}, given))
-    stream = io.StringIO()
-    rich.console.Console(file=stream, force_terminal=True, width=100).print(array)
-    assert "\x1b[36m 0 " in stream.getvalue()
-    plain = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())
-    assert [line.rstrip() for line in plain.splitlines()] == str(array).splitlines()
     pages = [array._repr_html_(), treescope.render_to_html(array, compressed=False)]
     assert all("│ 7" in re.sub("<[^>]*>", "", page) for page in pages)
     assert not any(re.search("<[bi]>", page) for page in pages)
-    assert not {*"\x1b\u202e"} & {*plain, *str(array), *pages[0], *pages[1]}
+    assert not {*"\x1b\u202e"} & {*str(array), *pages[0], *pages[1]}
 
 
 LEFT_TO_JAX = pzs.make_plan({"w": jnp.ones(3)}, MESH, {}, on_unnamed="infer").leaves[0]
