@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
 from penzai_shard.errors import CheckpointMismatchError, Problem
-from penzai_shard.processes.agreement import sum_over_processes
+from penzai_shard.processes.agreement import gather
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
@@ -193,8 +193,8 @@ class ChecksumStore:
         Raises:
             CheckpointDamagedError: An array cannot be read.
         """
-        numbers = [number for row in self._rows.values() for number in row]
-        totals = iter(sum_over_processes(numbers))
+        numbers = [int(number) for row in self._rows.values() for number in row]
+        totals = map(sum, zip(*gather("adding up checksums", numbers), strict=True))
         checksums = {}
         for name, shape in self._shapes.items():
             first, second, count = (next(totals) for _ in range(3))

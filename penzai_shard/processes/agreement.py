@@ -47,7 +47,7 @@ def together(what: str) -> Iterator[None]:
     Raises:
         Exception: The block's own error where it failed. In the other processes one that names the
             process: of the same class, with the same problems, if that class is in
-            ``penzai_shard.errors``; ``OSError`` with the same number; else ``ShardingError``.
+            ``penzai_shard.errors``; else ``ShardingError``.
         ShardingError: A process does something else, or does not come in ten minutes.
 
     >>> with together("saving"):
@@ -116,22 +116,6 @@ def gather(asked: str, value: Any) -> list[Any]:
     [7]
     """
     return _agree(asked, value)
-
-
-def sum_over_processes(numbers: Sequence[int]) -> list[int]:
-    """Adds up integers over all processes, each of which gives as many.
-
-    Raises:
-        ShardingError: A process gives another count of numbers, does something else, or does not
-            come in ten minutes.
-
-    >>> sum_over_processes([3, 2**40])
-    [3, 1099511627776]
-    """
-    # The count is part of the call's name: another one is another call.
-    called = f"sum_over_processes of {len(numbers)} numbers"
-    rows = _agree(called, [int(number) for number in numbers])
-    return [*map(sum, zip(*rows, strict=True))]
 
 
 def refuse_differences(what: str, texts: Mapping[str, str]) -> None:
@@ -256,9 +240,6 @@ def _describe_error(error: Exception) -> dict[str, Any]:
     if isinstance(error, ShardingError):
         problems = [dataclasses.astuple(problem) for problem in error.problems]
         described |= {"text": error.args[0], "problems": problems}
-    elif isinstance(error, OSError):
-        details = (error.errno, error.filename and str(error.filename))
-        described |= {"kind": "OSError", "text": error.strerror or str(error), "details": details}
     return described
 
 
@@ -266,10 +247,6 @@ def _make_error(described: Mapping[str, Any]) -> Exception:
     """An error like the one that was described, of the same class if it is one of ours."""
     kind, text = described["kind"], described["text"]
     ours = getattr(errors, kind, None)
-    if kind == "OSError":
-        number, filename = described["details"]
-        # With a number Python gives the fitting class, such as FileNotFoundError.
-        return OSError(text) if number is None else OSError(number, text, filename)
     if "problems" in described:
         return (ours or ShardingError)(text, [Problem(*fields) for fields in described["problems"]])
     return ours(text) if ours else ShardingError(f"{text} ({kind})")
