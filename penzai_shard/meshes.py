@@ -21,15 +21,6 @@ from penzai_shard.errors import MeshError, Problem, Problems
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
-def _sizes_that_fit(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Sizes near the wanted ones whose product is the number of devices."""
-    fitting = dict.fromkeys(sizes, 1)
-    for name, size in sizes.items():
-        fitting[name] = math.gcd(size, count)
-        count //= fitting[name]
-    return fitting | {name: fitting[name] * count}
-
-
 def make_mesh(
     shape: Mapping[str, int],
     devices: Sequence[jax.Device] | None = None,
@@ -78,7 +69,7 @@ def make_mesh(
     wanted = math.prod(lengths)
     if wanted != len(available):
         what = f"{mesh_text(sizes)} needs {wanted} devices, and there are {len(available)}"
-        fitting = _sizes_that_fit(sizes, len(available))
+        fitting = dict.fromkeys(sizes, 1) | {names[0]: len(available)}
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} JAX_PLATFORMS=cpu"
         other = f"or start Python with {flag}."
         if wanted < len(available):

@@ -145,14 +145,13 @@ def check_names(called: str, patterns: Any) -> None:
         raise RuleTypeError(f"{called}:", [Problem("", what, example)])
     problems = Problems("these names cannot be read:")
     for pattern, names in patterns.items():
-        if not isinstance(pattern, str):
-            problems.add(repr(pattern), "a pattern is a text", example)
-        elif isinstance(names, str) or not isinstance(names, Sequence | PartitionSpec | None):
-            fix = f"Write ({names!r},)." if isinstance(names, str) else example
-            problems.add(pattern, f"{names!r} is no tuple of names", fix)
-        elif not all(_is_name(name) for name in names or () if name is not None):
-            problems.add(pattern, f"{names!r} has something that is no name", example)
-        elif len(given := [name for name in names or () if name is not None]) > len(set(given)):
+        is_text = isinstance(names, str)
+        is_tuple = isinstance(names, Sequence | PartitionSpec | None) and not is_text
+        given = [name for name in names or () if name is not None] if is_tuple else []
+        if not (isinstance(pattern, str) and is_tuple and all(map(_is_name, given))):
+            fix = f"Write ({names!r},)." if is_text else example
+            problems.add(str(pattern), f"{names!r} is no tuple of names for a pattern", fix)
+        elif len(given) > len(set(given)):
             fix = "Write None for a dimension without a name."
             problems.add(pattern, f"{names!r} has a name twice", fix)
     problems.raise_if_any(RuleTypeError)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from penzai_shard.arrays.static_values import same_static
-from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
-from penzai_shard.paths import matches, nearest, pattern_parts
+from penzai_shard.paths import nearest, pattern_parts
 from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original, locate
 from penzai_shard.surgery.references import Ref, resolve
 from penzai_shard.surgery.rewriting import Keys, Match, Refused, Rewriter, is_layer, replace_object
@@ -370,14 +369,7 @@ def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
         return f"types of the model: {', '.join(shown)}{more}", "Name one of them."
     if not isinstance(what, str):
         return f"the predicate is false for all {len(layers)} layers", "Correct it."
-
-    def is_labelled(layer: Any) -> bool:
-        labels = [leaf.path for leaf in leaves_of(layer) if leaf.role]
-        return bool(labels) and all(matches(f"{what}/**", label) for label in labels)
-
-    if labelled := find_matches(model, is_labelled):
-        fact = "places are positions in the tree, as treescope shows them, and this is a label"
-        return f"{fact} of parameters", f"Write {labelled[0].path!r}, where these are."
     places = {x for own in layers for x in (own.path, *(f"**/{n}" for n in names_of(own.before)))}
     place = nearest("/".join(pattern_parts(what)), sorted(places))
-    return "no path is like it", f"Write for instance {place or layers[0].path!r}."
+    fact = "no position in the tree, as treescope shows them, is like it"
+    return fact, f"Write for instance {place or layers[0].path!r}."

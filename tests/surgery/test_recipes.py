@@ -378,22 +378,6 @@ def test_edits_that_make_no_sense_or_do_not_fit_are_refused(name):
     assert fix in first.fix
 
 
-@pytest.mark.parametrize(
-    ("pattern", "label"),
-    [("**/block_0", "block_0/"), ("transformer/block_1", "block_1/"), ("**/mlp", "block_0/mlp/")],
-)
-def test_labels_of_parameters_are_told_from_places(pattern, label):
-    (problem,) = problems_of(pzs.SelectionError, apply, model(), pzs.wrap(pattern, JIT))
-    assert "label of parameters" in problem.what
-    # The place holds the parameters with that label, and no others.
-    place = problem.fix.split("'")[1]
-    held = []
-    apply(model(), pzs.wrap(place, lambda layer: held.append(layer) or layer))
-    labels = {variable.label for variable in pz.unbind_params(model())[1]}
-    wanted = {name for name in labels if name.startswith(f"transformer/{label}")}
-    assert {variable.label for variable in pz.unbind_params(held[0])[1]} == wanted
-
-
 def test_fixes_name_places_of_the_model_at_hand():
     for pattern in ("**/xyz", "mlp/*/w"):
         problems = problems_of(pzs.SelectionError, apply, penzai_mlp(), pzs.wrap(pattern, JIT))
