@@ -346,25 +346,10 @@ def test_haliax_parameter_and_compute_mappings(shape, compute_mapping, param_map
 
 # torchax: Distributed arrays and automatic parallelization. Arrays of NumPy stand for its tensors.
 
-A_B = jax.make_mesh((4, 2), ("a", "b"))
-SPECS = [P("b", "a"), P("a", None), P(None, "b"), P(("a", "b"), None)]
-
 
 def lay_out(tensors, name_to_sharding, mesh):
     named = pzs.name_axes(tensors, name_to_sharding)
     return pzs.without_names(pzs.place(named, mesh))
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_torchax_sharding_basics(spec):
-    x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    expected = jax.device_put(x, NamedSharding(A_B, spec)).sharding.devices_indices_map(x.shape)
-    rules = [*zip(("rows", "columns"), spec, strict=True)]
-    for names, given in ((spec, None), (("rows", "columns"), rules)):
-        named = pzs.name_axes({"x": x}, {"x": names})
-        y = pzs.without_names(pzs.name_to_name_device_put(named, A_B, given))["x"]
-        np.testing.assert_array_equal(y, x)
-        assert y.sharding.devices_indices_map(x.shape) == expected
 
 
 NAME_TO_SHARDING = {

@@ -4,8 +4,6 @@ import collections
 import itertools
 import sys
 
-import flax.linen as nn
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from tests.models import MODELS, haliax_mlp, linen_state
+from tests.models import MODELS
 from tests.refusals import problem_paths, problems_of
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
@@ -152,34 +150,10 @@ def test_plan_of_another_tree_is_refused_with_all_differences():
 # Libraries
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        [("embed", "data"), ("mlp", "model")],
-        [("mlp", ("data", "model")), ("embed", "data"), ("embed", None)],
-        [("embed", "model"), ("mlp", "model"), ("mlp", "data")],
-    ],
-)
-def test_make_plan_of_a_linen_train_state_is_flaxs(rules):
-    state = jax.eval_shape(linen_state)
-    theirs = nn.logical_to_mesh(nn.get_partition_spec(state), rules)
-    theirs = jax.tree.leaves(theirs, is_leaf=lambda node: isinstance(node, P))
-    leaves = pzs.make_plan(state, MESH, rules, on_unnamed="replicate").leaves
-    assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
-
-
 def test_make_plan_of_an_nnx_optimizer_is_flaxs():
     model, mesh = MODELS["nnx optimizer"](), pzs.make_mesh({"embed": 4, "mlp": 2})
     theirs = jax.tree.leaves(nnx.get_partition_spec(nnx.state(model)))
     leaves = pzs.make_plan(model, mesh, on_unnamed="replicate").leaves
-    assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
-
-
-def test_make_plan_of_a_haliax_model_is_haliaxs():
-    model = jax.eval_shape(haliax_mlp)
-    arrays = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, hax.NamedArray))
-    theirs = [hax.partitioning.pspec_for_axis(array.axes, RULES) for array in arrays]
-    leaves = pzs.make_plan(model, MESH, RULES).leaves
     assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
 
 
