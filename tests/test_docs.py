@@ -4,15 +4,18 @@ import contextlib
 import io
 import pathlib
 import re
+import sys
 
 import pytest
+
+from penzai_shard.cli import inputs
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Pages whose blocks do not run yet.
 NOT_YET = ["docs/bill.md", "docs/several_processes.md", "docs/troubleshooting.md"]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-# Python, and the text that stands directly below it.
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.M | re.S)
+# Python or a command, and the text that stands directly below it.
+BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.M | re.S)
 
 
 def run(code, page, namespace):
@@ -21,16 +24,38 @@ def run(code, page, namespace):
     with contextlib.redirect_stdout(printed):
         try:
             exec(compile(code, page, "exec"), namespace)
+        except SystemExit:
+            pass
         except Exception as error:
             print(f"{type(error).__name__}: {error}")
     return printed.getvalue()
 
 
+def write_call(line):
+    """A command of the shell as Python."""
+    assert line.startswith("penzai-shard ")
+    return f"""
+import contextlib, sys
+from penzai_shard.cli.main import main
+sys.argv = {line.split()}
+with contextlib.redirect_stderr(sys.stdout):
+    main()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:jax:DeprecationWarning:haliax")
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in NOT_YET])
 def test_blocks_print_what_stands_below_them(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # What a page imports from its folder, and a command from its file.
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    inputs._import_file.cache_clear()
     namespace = {"__name__": "page"}
-    for code, text in BLOCK.findall((ROOT / page).read_text()):
+    for kind, code, text in BLOCK.findall((ROOT / page).read_text()):
+        if kind == "sh" and not text:
+            continue
+        code = code if kind == "python" else write_call(code)
         assert run(code, page, namespace).replace(f"{tmp_path}/", "") == text
 
 
