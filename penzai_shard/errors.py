@@ -6,10 +6,11 @@ code may branch. Nothing reads a message.
 
 import dataclasses
 import importlib
+import reprlib
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penzai_shard.paths import paths_text
@@ -187,6 +188,23 @@ class Problems:
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def check_arguments(called: str, checks: Mapping[str, tuple[Any, bool, str]]) -> None:
+    """Refuses arguments of the wrong kind.
+
+    Args:
+        called: The function that was called.
+        checks: By name the value of an argument, whether it is right, and what to write.
+
+    Raises:
+        RuleTypeError: Some are wrong; all of them are in it.
+    """
+    problems = Problems(f"{called}:")
+    for name, (value, is_right, fix) in checks.items():
+        if not is_right:
+            problems.add(name, f"it cannot be {reprlib.repr(value)}", f"Write {fix}.")
+    problems.raise_if_any(RuleTypeError)
 
 
 def warn_caller(messages: Iterable[str]) -> None:

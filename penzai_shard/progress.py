@@ -51,7 +51,7 @@ def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
 
     Args:
         total: How much there is to do; None if nobody knows.
-        unit: What is counted. ``"bytes"`` are shown as MB or GB, anything else as it is.
+        unit: What is counted.
         shown: Whether to show it.
 
     Raises:
@@ -71,11 +71,10 @@ def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
 
 def _draw(unit: str) -> Any:
     rich = require("rich.progress", "train")
-    is_bytes = unit == "bytes"
     columns = [
-        "" if is_bytes else unit,
+        unit,
         rich.BarColumn(),
-        rich.DownloadColumn() if is_bytes else rich.MofNCompleteColumn(),
+        rich.MofNCompleteColumn(),
         rich.TimeRemainingColumn(),
         rich.TextColumn("{task.fields[figures]}", markup=False),
     ]

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from penzai_shard import errors
-from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints import train_states
 from penzai_shard.checkpoints.records import MARKER, absolute_path, is_checkpoint, read_manifest
 from penzai_shard.errors import Problem, Problems
@@ -84,20 +83,17 @@ class CheckpointManager:
         best: Any = None,
         asynchronous: bool = True,
     ) -> None:
-        problems = Problems(f"{_CALLED}:")
         folder = absolute_path(path)
-        if is_checkpoint(folder):
-            problems.add("path", f"{str(folder)!r} is a checkpoint", "Write the folder around it.")
-        for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if count is not None and not _is_count(count):
-                problems.add(name, f"{count!r:.80} is no count", f"Write {name}=100, or None.")
         parts = [*best] if isinstance(best, tuple | list) else []
         parts = [*parts, 1] if len(parts) == 2 else parts
-        is_read = len(parts) == 3 and parts[1] in ("min", "max") and _is_count(parts[2])
-        if best is not None and not is_read:
-            fix = "Write for instance best=('loss', 'min', 3)."
-            problems.add("best", f"{best!r:.80} is no metric with 'min' or 'max'", fix)
-        problems.raise_if_any(errors.RuleTypeError)
+        is_best = len(parts) == 3 and parts[1] in ("min", "max") and _is_count(parts[2])
+        checks = {
+            "path": (str(folder), not is_checkpoint(folder), "the folder around this checkpoint"),
+            "best": (best, best is None or is_best, "best=('loss', 'min', 3)"),
+        }
+        for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+            checks[name] = count, count is None or _is_count(count), f"{name}=100, or None"
+        errors.check_arguments(_CALLED, checks)
         self.path = str(folder)
         self._keep_last, self._keep_every, self._best = keep_last, keep_every, parts or None
         self._asynchronous = asynchronous
@@ -111,9 +107,8 @@ class CheckpointManager:
         >>> CheckpointManager("/runs/may").path_of(100)
         '/runs/may/step_00000100'
         """
-        if not isinstance(step, int | np.integer) or step < 0:
-            problem = Problem("step", f"{step!r:.80} is no step", "Write int(state.step).")
-            raise errors.RuleTypeError(f"{_CALLED}:", [problem])
+        is_step = isinstance(step, int | np.integer) and step >= 0
+        errors.check_arguments(_CALLED, {"step": (step, is_step, "int(state.step)")})
         return os.path.join(self.path, f"step_{step:08d}")
 
     def steps(self) -> list[int]:
@@ -186,8 +181,8 @@ class CheckpointManager:
 
         Args:
             step: Its step, not below that of any checkpoint in the folder.
-            state: As for ``save_train_state``, with its ``step``. It may be donated, and arrays of
-                NumPy in it be written to, once this returns.
+            state: As for ``save_train_state``. It may be donated, and arrays of NumPy in it be
+                written to, once this returns.
             metrics: Numbers by name, such as the loss of an evaluation; ``math.nan`` for that of
                 ``best`` where it is not known. Those of the first process are kept.
             extra: What else the checkpoint is to keep by name, such as the place in the data; JSON
@@ -198,9 +193,9 @@ class CheckpointManager:
             The path at which the checkpoint is, or will be.
 
         Raises:
-            CheckpointWriteError: There is a checkpoint of this step or of a later one; the state is
-                of another step; the metric of ``best`` is not there; or this one cannot be written;
-                or the one before could not, and this one was not begun.
+            CheckpointWriteError: There is a checkpoint of this step or of a later one; the metric
+                of ``best`` is not there; or this one cannot be written; or the one before could
+                not, and this one was not begun.
             ShardingError: As for ``save_train_state``.
             RuleTypeError: An argument cannot be read.
         """
@@ -208,21 +203,21 @@ class CheckpointManager:
         latest = on_first("looking for later checkpoints", lambda: self.latest)
         with together(_CALLED):
             path, entry = self.path_of(step), _write_entry(metrics, extra)
-            self._check_save(step, state, metrics, latest)
+            self._check_save(step, metrics, latest)
         # Another step in another process is another call.
         metadata = {_SECTION: gather(f"{_CALLED} saves {path}", entry)}
         options = {"overwrite": overwrite, "metadata": metadata, "copy": True}
         finish = train_states.begin_save_train_state(_CALLED, path, state, **options)
         # Processes agree by the name of the thread.
         thread = concurrent.futures.ThreadPoolExecutor(1, f"penzai_shard saving {self.path}")
-        self._saving = thread.submit(self._finish, finish, step)
+        self._saving = thread.submit(self._finish, finish)
         thread.shutdown(wait=False)
         _unfinished.add(self)
         if not self._asynchronous:
             self.wait()
         return path
 
-    def _check_save(self, step: int, state: Any, metrics: Any, latest: int | None) -> None:
+    def _check_save(self, step: int, metrics: Any, latest: int | None) -> None:
         problems = Problems("cannot save:")
         if latest is not None and step < latest:
             # Nobody would go on from it.
@@ -231,20 +226,15 @@ class CheckpointManager:
         if best is not None and best not in names:
             fix = f"Name one of them in best=, or add {{{best!r}: math.nan}} where it is not known."
             problems.add("metrics", f"best= is {best!r}, and they are {names}", fix)
-        leaves, _ = run_inputs(state, "saving")
-        own = next((x.value for x in leaves if x.path == "step" and not x.shape), None)
-        if own is None or int(own) != step:
-            fix = f"Give a state of it, such as {{'step': {step}, 'model': model}}."
-            problems.add("step", f"it is {step}, and that of the state is {own}", fix)
         problems.raise_if_any(errors.CheckpointWriteError)
 
-    def _finish(self, finish: Callable[[], str], step: int) -> None:
+    def _finish(self, finish: Callable[[], str]) -> None:
         finish()
-        on_first("removing old checkpoints", lambda: self._remove_all_but_kept(step))
+        on_first("removing old checkpoints", self._remove_all_but_kept)
 
-    def _remove_all_but_kept(self, saved: int) -> None:
+    def _remove_all_but_kept(self) -> None:
         found = self._read_all_metrics()
-        kept = {saved, *choose_kept(found, self._keep_last, self._keep_every, self._best)}
+        kept = choose_kept(found, self._keep_last, self._keep_every, self._best)
         for path in [self.path_of(step) for step in {*found} - kept]:
             # Renamed first, so that no part of a checkpoint is taken for a whole one.
             os.rename(path, path + _REMOVING)

@@ -44,7 +44,6 @@ class Options:
         names: The wanted path of a stored path or pattern, of which the first that fits decides;
             None leaves the array in the checkpoint.
         only: Patterns of the wanted paths that are asked for; ``("**",)`` for all.
-        except_: Patterns of those that are not.
         keeps_others: Whether what is not asked for, or if all is, not stored, keeps its values.
         axes: The logical axes of stored arrays by pattern, of which the first that fits decides;
             other arrays without names get the wanted ones in the order that their lengths tell, and
@@ -55,30 +54,25 @@ class Options:
     rename_axes: Mapping[str, str]
     names: Mapping[str, str | None]
     only: tuple[str, ...]
-    except_: tuple[str, ...]
     keeps_others: bool
     axes: Mapping[str, Sequence[str | None]] | None = None
 
     def asks_for(self, path: str) -> bool:
         """Whether an array is asked for."""
-        is_in = any(matches(pattern, path) for pattern in self.only)
-        return is_in and not any(matches(pattern, path) for pattern in self.except_)
+        return any(matches(pattern, path) for pattern in self.only)
 
     def choose(self, paths: Collection[str]) -> list[str]:
         """The arrays that are asked for.
 
         Raises:
-            SelectionError: A pattern fits none, or they leave none.
+            SelectionError: A pattern fits none.
         """
         problems = Problems("no array is chosen:")
-        for pattern in {*self.only, *self.except_} - {"**"}:
+        for pattern in self.only:
             if not any(matches(pattern, path) for path in paths):
                 problems.add(pattern, "no path of the model fits it", _suggest(pattern, paths))
-        chosen = [path for path in paths if self.asks_for(path)]
-        if not chosen:
-            problems.add("", "no parameter is left", "Write other patterns, or none.")
         problems.raise_if_any(errors.SelectionError)
-        return chosen
+        return [path for path in paths if self.asks_for(path)]
 
 
 def _suggest(name: str, known: Iterable[Any]) -> str:
@@ -95,45 +89,37 @@ def read_options(
     rename_axes: Any = None,
     names: Any = None,
     only: Any = None,
-    except_: Any = None,
     others: Any = "error",
     axes: Any = None,
     verify: Any = True,
-    more: Iterable[Problem] = (),
+    more: Mapping[str, tuple[Any, bool, str]] | None = None,
 ) -> Options:
     """Reads the options of a function that restores; see ``restore_params``.
 
     Args:
         called: The function, for messages.
-        more: What is wrong with other options of it.
+        more: Other options of it, as ``check_arguments`` takes them.
 
     Raises:
         RuleTypeError: Some cannot be read; all of them are in it.
     """
-    words, chosen, left = (
+    words, chosen = (
         tuple(x) if isinstance(x, list | tuple | set) else () if x is None else (x,)
-        for x in (allow, only, except_)
+        for x in (allow, only)
     )
-    pattern, rules = "='**/weights'.", "={'stored': 'wanted'}."
-    # What is given, whether it can be read, and what to write.
-    table = {
-        "allow": (allow, {*map(str, words)} <= {*_WORDS}, f"='cast', or several of {_WORDS}."),
-        "only": (only, _are_texts(chosen), pattern),
-        "except_": (except_, _are_texts(left), pattern),
-        "rename_axes": (rename_axes, _are_rules(rename_axes), rules),
-        "names": (names, _are_rules(names), rules),
-        "axes": (axes, isinstance(axes, Mapping | None), "={'stored': ('axis', None)}."),
-        "others": (others, others in ("error", "keep"), "='error' or 'keep'."),
-        "verify": (verify, isinstance(verify, bool), "=True or False."),
+    rules = "{'stored': 'wanted'}"
+    checks = {
+        "allow": (allow, {*map(str, words)} <= {*_WORDS}, f"allow='cast', or several of {_WORDS}"),
+        "only": (only, _are_texts(chosen), "only='**/weights'"),
+        "rename_axes": (rename_axes, _are_rules(rename_axes), f"rename_axes={rules}"),
+        "names": (names, _are_rules(names), f"names={rules}"),
+        "axes": (axes, isinstance(axes, Mapping | None), "axes={'stored': ('axis', None)}"),
+        "others": (others, others in ("error", "keep"), "others='error' or 'keep'"),
+        "verify": (verify, isinstance(verify, bool), "verify=True or False"),
     }
-    problems = Problems(f"{called} cannot read its options:")
-    problems.extend(more)
-    for option, (value, is_read, fix) in table.items():
-        if not is_read:
-            problems.add(option, f"it is {value!r:.80}", f"Write {option}{fix}")
-    problems.raise_if_any(errors.RuleTypeError)
+    errors.check_arguments(called, checks | dict(more or {}))
     patterns = chosen or ("**",)
-    return Options(words, rename_axes or {}, names or {}, patterns, left, others == "keep", axes)
+    return Options(words, rename_axes or {}, names or {}, patterns, others == "keep", axes)
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -196,19 +182,6 @@ def match(
     matching.report_rest(missing, own if sources and not kept else ())
     matching.raise_problems(headline)
     return sources
-
-
-def name_arrays(
-    records: Mapping[str, ArrayRecord], options: Options, *, headline: str, holder: str
-) -> dict[str, str]:
-    """The name that each array gets by ``options.names``, without those that get none.
-
-    Raises:
-        CheckpointMismatchError: Names cannot be given so; with all that is wrong.
-    """
-    matching = _Matching(records, {}, options, holder)
-    matching.raise_problems(headline)
-    return matching.names
 
 
 def _count_blocks(record: ArrayRecord) -> int:

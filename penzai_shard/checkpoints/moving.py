@@ -38,7 +38,6 @@ def move(
     names: Mapping[str, str | None] | None = None,
     rename_axes: Mapping[str, str] | None = None,
     only: Any = None,
-    except_: Any = None,
     others: Literal["error", "keep"] = "error",
     allow: Any = (),
 ) -> Any:
@@ -56,7 +55,6 @@ def move(
             of train states ``restore_train_state``.
         rename_axes: For a logical axis of ``tree`` its name in ``into``.
         only: As for ``restore_params``.
-        except_: As for ``restore_params``.
         others: ``"keep"`` leaves their own values to arrays that are not asked for, or, where all
             are, that ``tree`` does not have.
         allow: As for ``restore_params``; ``"blocks"`` stacks blocks, or takes them apart.
@@ -90,7 +88,7 @@ def move(
     P(None, 'data')
     """
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
-    options = read_options(_CALLED, only=only, except_=except_, others=others, **tolerance)
+    options = read_options(_CALLED, only=only, others=others, **tolerance)
     given, _ = parameters.read_tree(_CALLED, tree)
     leaves, structure = parameters.read_tree(_CALLED, into)
     is_state, headline = parameters.is_train_state(given), "these values do not fit into the tree:"

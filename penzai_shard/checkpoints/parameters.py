@@ -145,21 +145,18 @@ def restore_structs(
 # On the disk
 
 
-def save_params(
-    path: Any, model: Any, *, only: Any = None, except_: Any = None, overwrite: bool = False
-) -> str:
+def save_params(path: Any, model: Any, *, only: Any = None, overwrite: bool = False) -> str:
     """Saves the parameters of a model.
 
     State variables, such as the running means of a batch norm, are not among them:
     ``save_train_state(path, model)`` saves every array of a tree.
 
     Args:
-        path: The directory to make; with several processes, one that all of them see. With one,
-            also a new url of an object store: ``gs://bucket/run``, ``s3://bucket/run``.
+        path: The directory to make; with several processes, one that all of them see.
         model: As for ``param_dict``, with values.
         only: A pattern of paths, or several: what one of them fits is saved, for instance the
-            adapters of a model, ``"**/LoRA_?/**"``.
-        except_: A pattern of paths, or several, that are not saved.
+            adapters of a model, ``"**/LoRA_?/**"``. A part of ``param_dict(model)`` in place of the
+            model is any other choice.
         overwrite: Whether to replace a checkpoint at the path. It holds a whole checkpoint, the old
             one or the new one, at every moment.
 
@@ -183,7 +180,7 @@ def save_params(
     (P('data',), 8.0)
     """
     called = "save_params"
-    options = read_options(called, only=only, except_=except_)
+    options = read_options(called, only=only)
     parameters = parameters_of(read_tree(called, model)[0])
     chosen = set(options.choose([leaf.path for leaf in parameters]))
     saved = [leaf for leaf in parameters if leaf.path in chosen]
@@ -201,7 +198,6 @@ def restore_params(
     rename_axes: Mapping[str, str] | None = None,
     names: Mapping[str, str | None] | None = None,
     only: Any = None,
-    except_: Any = None,
     others: Literal["error", "keep"] = "error",
     allow: Any = (),
     on_indivisible: OnIndivisible = "error",
@@ -215,7 +211,8 @@ def restore_params(
 
     Args:
         path: A checkpoint of ``save_params``, of ``save_train_state``, whose parameters are taken,
-            or of plain Orbax; or a safetensors file, an index of several, or their folder. Who
+            or of plain Orbax; a copy of one of ours in an object store, ``gs://bucket/run`` or
+            ``s3://bucket/run``; or a safetensors file, an index of several, or their folder. Who
             cuts such a file while it is read ends the process: the system sends SIGBUS.
         model: As for ``param_dict``, also with structs for arrays. It is not changed.
         mesh: A mesh, or a plan of the model. Without it arrays go where those of the model are.
@@ -225,9 +222,9 @@ def restore_params(
         rename_axes: For a logical axis of the checkpoint its name in the model.
         names: For a path of the checkpoint, or a pattern, the path in the model, with the
             wildcards of the pattern in their order: ``{"layers.*.w": "net/block_*/w"}``; None
-            leaves the array in the checkpoint.
+            leaves the array in the checkpoint: ``names={"head/**": None}, others="keep"`` restores
+            all but the head.
         only: A pattern of the model's paths, or several, that are restored.
-        except_: A pattern of the model's paths, or several, that are not.
         others: ``"keep"`` leaves their own values to parameters that are not asked for, or, where
             all are, not stored: the adapters of a model whose base is restored.
         allow: What may differ: ``"transpose"`` another order of axes, ``"cast"`` another dtype,
@@ -247,7 +244,7 @@ def restore_params(
             each difference.
         CheckpointDamagedError: The checkpoint is not as it was saved.
         PlanError, MeshError, RuleTypeError: As ``make_plan``; or an option cannot be read.
-        SelectionError: A pattern of ``only`` or ``except_`` fits no parameter.
+        SelectionError: A pattern of ``only`` fits no parameter.
 
     Warns:
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax, or as
@@ -265,8 +262,7 @@ def restore_params(
     """
     called, relaxed = "restore_params", {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
     tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
-    chosen = {"only": only, "except_": except_, "others": others}
-    options = read_options(called, **chosen, **tolerance, verify=verify)
+    options = read_options(called, only=only, others=others, **tolerance, verify=verify)
     leaves, structure = read_tree(called, model)
     layout = read_layout(called, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
     return restore_tree(called, path, leaves, structure, layout, options, verify)
@@ -331,7 +327,7 @@ def read_layout(
 
     Args:
         called: The function that was called, for messages.
-        tree: The arrays, or their shardings.
+        tree: The arrays.
         mesh: A mesh, or None.
         *rules: Rules, or None, under each of their two names.
         plan: A plan, or None.
@@ -341,10 +337,7 @@ def read_layout(
         PlanError, MeshError, RuleTypeError: As ``make_plan``.
     """
     if all(given is None for given in (mesh, plan, *rules)):
-        own = {
-            leaf.path: leaf.value if leaf.dtype is None else getattr(leaf.value, "sharding", None)
-            for leaf in flatten_bare(tree)[0]
-        }
+        own = {leaf.path: getattr(leaf.value, "sharding", None) for leaf in flatten_bare(tree)[0]}
         if any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in own.values()):
             what, fix = "arrays lie on a mesh without devices", "Give mesh=make_mesh({...})."
             raise errors.MeshError(f"{called}:", [Problem("", what, fix)])
@@ -379,7 +372,6 @@ def restore_tree(
     *,
     is_state: bool = False,
     free: Any = (),
-    shown: bool = False,
     find: Callable[..., dict[str, Source]] = match,
 ) -> Any:
     """A tree with the arrays of a checkpoint, read straight onto their devices.
@@ -395,7 +387,6 @@ def restore_tree(
         is_state: Whether all arrays but constants are read, or parameters only; the tree gets
             copies of its own other arrays.
         free: Arrays that are deleted once the checkpoint is found to fit.
-        shown: Whether a terminal shows a bar of what is read.
         find: Finds what fills each array, like ``match``.
 
     Raises:
@@ -434,7 +425,7 @@ def restore_tree(
             sharding = layout[leaf.path]
             struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             pairs[leaf.path] = source, struct
-    values: dict[str, Any] = read_arrays(called, manifest, pairs, verify, free, shown)
+    values: dict[str, Any] = read_arrays(called, manifest, pairs, verify, free)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

@@ -16,9 +16,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
-from penzai_shard.checkpoints import object_stores, storage, tensor_files
+from penzai_shard.checkpoints import storage, tensor_files
 from penzai_shard.checkpoints.filling import Store
 from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError
 from penzai_shard.paths import nearest
@@ -40,21 +39,23 @@ class ArrayRecord:
         dtype: The name of its dtype; of random keys the name that JAX gives, as ``key<fry>``.
         names: A logical axis for each dimension, None for a positional one; None altogether for an
             array without names.
-        key_impl: The implementation of typed random keys, which are stored as their numbers.
         values: The checksum of what is stored, if there is one.
     """
 
     shape: tuple[int, ...]
     dtype: str
     names: tuple[str | None, ...] | None
-    key_impl: str | None = None
     values: str | None = None
+
+    @property
+    def key_impl(self) -> str | None:
+        """The implementation of typed random keys, which are stored as their numbers."""
+        return _KEYS[self.dtype][0] if self.dtype.startswith("key<") else None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of what is stored: random keys have a last dimension of numbers."""
-        numbers = dict(_KEYS.values())
-        return self.shape if self.key_impl is None else (*self.shape, numbers[self.key_impl])
+        return self.shape if self.key_impl is None else (*self.shape, _KEYS[self.dtype][1])
 
     @property
     def stored_dtype(self) -> str:
@@ -80,8 +81,9 @@ def make_record(leaf: Leaf, values: str | None = None) -> ArrayRecord:
     >>> str(make_record(leaves_of({"w": jnp.zeros((2, 3))})[0]))
     'float32[2, 3]'
     """
-    impl, _ = _KEYS[str(leaf.dtype)] if is_key_type(leaf.dtype) else (None, 0)
-    return ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, impl, values)
+    record = ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, values)
+    _ = record.key_impl  # Raises for random keys of an implementation that nobody could restore.
+    return record
 
 
 # On disk
@@ -142,7 +144,7 @@ def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or "://" in text:
         what = f"this {type(path).__name__} is no path of a file system: {text!r}"
-        fix = "Write for instance 'runs/may/params'; mount an object store as a file system."
+        fix = "Write for instance 'runs/may/params', and copy that folder to an object store."
         raise RuleTypeError("a checkpoint needs a path:", [Problem("", what, fix)])
     return pathlib.Path(os.path.abspath(os.path.expanduser(text)))
 
@@ -161,7 +163,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         CheckpointNotFoundError: There is none.
         CheckpointDamagedError: It is not as it was saved; all that differs is in it.
     """
-    if object_stores.is_url(path):
+    if storage.is_url(path):
         return _read_remote(str(path))
     final = absolute_path(path)
     if not is_checkpoint(final):
@@ -192,7 +194,6 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Problem:
     # It may be inside, or misspelt.
-    what = "it is no checkpoint"
     inside = sorted(filter(_can_be_read, final.glob("*")))
     beside = {x.name: str(x) for x in filter(_can_be_read, final.parent.glob("*"))}
     fix = "Write the path that saving returned, or that of safetensors files, which " + (
@@ -201,10 +202,7 @@ def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Probl
     # Of the steps of a run the newest.
     if found := str(inside[-1]) if inside else beside.get(nearest(final.name, beside) or ""):
         fix = f"Write {found!r}."
-    elif final.suffix == ".bin" or [*final.glob("*.bin")]:
-        what = "it holds torch's own files, which are not read"
-        fix = "Convert them: safetensors.torch.save_file(torch.load(file), 'model.safetensors')."
-    return Problem(str(final), what, fix)
+    return Problem(str(final), "it is no checkpoint", fix)
 
 
 def _can_be_read(path: pathlib.Path) -> bool:
@@ -228,9 +226,9 @@ def _read_tensors(final: pathlib.Path) -> Manifest:
 
 
 def _read_remote(url: str) -> Manifest:
-    """The same in an object store, of what this library saved there."""
-    object_stores.read_object(url, MARKER)
-    content = object_stores.read_object(url, METADATA)
+    """The same in an object store, of what this library saved."""
+    storage.read_object(url, MARKER)
+    content = storage.read_object(url, METADATA)
     with storage.refuse_junk(url, METADATA):
         metadata = json.loads(content)["custom_metadata"]
         return _read_own(url, f"{url.rstrip('/')}/{storage.STATE}", metadata)
@@ -264,7 +262,7 @@ def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:
     if names is not None:
         names = tuple(tuple(name) if type(name) is list else name for name in names)
     shape, values = tuple(entry["shape"]), entry["values"]
-    record = ArrayRecord(shape, entry["dtype"], names, entry["key_impl"], values)
+    record = ArrayRecord(shape, entry["dtype"], names, values)
     # These raise where it has no hash, no dtype, or other names than dimensions.
     _ = hash(record), record.nbytes, str(record)
     if not all(type(size) is int and size >= 0 for size in shape) or not isinstance(values, str):

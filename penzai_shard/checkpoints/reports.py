@@ -16,14 +16,12 @@ from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import read_checksum
 from penzai_shard.checkpoints.manager import CheckpointManager
-from penzai_shard.checkpoints.object_stores import is_url
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record, read_manifest
 from penzai_shard.checkpoints.restoring import open_arrays
 from penzai_shard.checkpoints.saving import read_numbers
-from penzai_shard.checkpoints.storage import refuse_damage
+from penzai_shard.checkpoints.storage import is_url, refuse_damage
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError
-from penzai_shard.progress import progress as draw_progress
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, Report
 
@@ -74,16 +72,10 @@ def describe_checkpoint(path: Any) -> Report:
             raise
         return _describe_run(manager, manager.steps())
 
-    records = manifest.records.values()
     rows = [(name, str(record), record.nbytes) for name, record in sorted(manifest.records.items())]
-    notes = []
-    if not any(record.names for record in records):
-        notes.append("no logical axes are stored: restoring compares shapes only")
-    if not all(record.values for record in records):
-        notes.append("of some arrays no checksums are stored: their numbers cannot be verified")
     columns, facts = (_PATH, Column("array"), _SIZE), {"path": manifest.path, "kind": manifest.kind}
     verdict = f"{manifest.kind or 'plain Orbax'}: {_count_arrays(manifest.records)}"
-    return Report("Checkpoint", verdict, columns, rows, notes, facts=facts)
+    return Report("Checkpoint", verdict, columns, rows, facts=facts)
 
 
 def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:
@@ -162,7 +154,7 @@ def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
         # What was saved may not be what is there now.
         manifest = read_manifest(side)
         stored = manifest.records
-        sums, damaged = _read_checksums(manifest, stored)
+        sums, damaged = _read_checksums(manifest)
         refuse_damage(manifest.path, damaged)
         read = {n: dataclasses.replace(stored[n], values=x) for n, x in sums.items()}
         return {**stored, **read}, ()
@@ -196,12 +188,11 @@ def _find_differences(first: ArrayRecord | None, second: ArrayRecord | None) -> 
 # Whether it is as it was saved
 
 
-def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
+def verify_checkpoint(path: Any) -> Report:
     """Reads every number of a checkpoint once, and says which arrays are what was saved.
 
     Args:
         path: A checkpoint, or safetensors files.
-        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         A row for each array: ``"ok"``, ``"damaged"``, ``"unreadable"``, or ``"unchecked"`` if no
@@ -227,7 +218,7 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
         lost = [(p.path, "unreadable", None, p.what, False) for p in error.problems]
         return Report("Verification", error.args[0], _VERIFIED, lost, ok=False)
 
-    found, reasons = _read_checksums(manifest, manifest.records, progress is not False)
+    found, reasons = _read_checksums(manifest)
     rows = []
     for name, record in sorted(manifest.records.items()):
         state = "unchecked" if record.values is None else "ok"
@@ -243,12 +234,10 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
     return Report("Verification", verdict, _VERIFIED, rows, ok=ok, facts=facts)
 
 
-def _read_checksums(
-    manifest: Manifest, names: Collection[str], shown: bool = False
-) -> tuple[dict[str, str], dict[str, str]]:
+def _read_checksums(manifest: Manifest) -> tuple[dict[str, str], dict[str, str]]:
     """The checksums of arrays as they are now, and why the others cannot be read."""
     # Arrays without elements have an entry only.
-    records = {name: manifest.records[name] for name in names if manifest.records[name].nbytes}
+    records = {name: record for name, record in manifest.records.items() if record.nbytes}
     found, damaged = dict[str, str](), dict[str, str]()
 
     def read(name: str) -> None:
@@ -258,9 +247,6 @@ def _read_checksums(
         except CheckpointDamagedError as error:
             damaged[name] = error.problems[0].what
 
-    workers = min(_MOST_THREADS, os.cpu_count() or 1)
-    total = sum(record.nbytes for record in records.values())
-    with draw_progress(total, "bytes", shown) as bar, ThreadPoolExecutor(workers) as pool:
-        for record, _ in zip(records.values(), pool.map(read, records), strict=True):
-            bar.advance(record.nbytes)
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        list(pool.map(read, records))
     return found, damaged

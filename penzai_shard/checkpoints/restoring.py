@@ -13,7 +13,6 @@ from penzai_shard.checkpoints.records import ArrayRecord, Manifest, read_manifes
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.processes import agreement
-from penzai_shard.progress import progress
 from penzai_shard.reports.quantities import bytes_text
 
 
@@ -23,7 +22,6 @@ def read_arrays(
     wanted: Mapping[str, tuple[Source, jax.ShapeDtypeStruct]],
     verify: bool,
     free: Any,
-    shown: bool,
 ) -> dict[str, jax.Array]:
     """Reads arrays onto any devices; with several processes all call it.
 
@@ -37,7 +35,6 @@ def read_arrays(
         verify: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
         free: A tree of arrays that are deleted once the checkpoint is found to fit.
-        shown: Whether a terminal shows a bar of what is read.
 
     Raises:
         CheckpointDamagedError: Something is not as it was saved, or was replaced while it was read;
@@ -67,10 +64,9 @@ def read_arrays(
         pairs = {name: _read_as_numbers(*x, record_of[name]) for name, x in wanted.items()}
         checked = [name for name in full if verify and records[name].values]
         shapes = {name: records[name].stored_shape for name in checked}
-        with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
-            store = ChecksumStore(manifest.store, shapes, bar.advance)
-            arrays = fill_arrays(pairs, store)
-            found = store.compute_checksums()
+        store = ChecksumStore(manifest.store, shapes)
+        arrays = fill_arrays(pairs, store)
+        found = store.compute_checksums()
         what = "its numbers are not those that were saved"
         changed = {name: what for name in checked if found[name] != records[name].values}
         refuse_damage(manifest.path, changed)

@@ -18,7 +18,6 @@ from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_key_type
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import records
-from penzai_shard.checkpoints.object_stores import is_url, upload
 from penzai_shard.checkpoints.replacement import Replacement, refuse_save
 from penzai_shard.checkpoints.storage import begin_writing, shorten
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
@@ -57,14 +56,6 @@ def begin_save(
             it.
         CheckpointWriteError: The path is taken, or nothing can be written there.
     """
-    if is_url(path):
-        # Not in the background: whoever saves there waits.
-        upload(
-            str(path),
-            records.MARKER,
-            lambda x: begin_save(called, x, leaves, kind, metadata=metadata)(),
-        )
-        return lambda: str(path)
     final = records.absolute_path(path)
     on_first("looking for what is at a path", lambda: refuse_existing(final, overwrite))
     with together("checking what is to be saved"):

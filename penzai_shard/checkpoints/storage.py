@@ -2,7 +2,9 @@
 
 Orbax is needed to write, as it joins the files of many processes. For reading it stands in the way:
 it needs all processes, reads whole trees, and names no array where a file is damaged. What it
-writes are arrays of zarr, each below a prefix in a key-value store, and TensorStore opens those.
+writes are arrays of zarr, each below a prefix in a key-value store, and TensorStore opens those,
+also in an object store, by url: ``gs://bucket/path``, ``s3://bucket/path``. None is written there,
+as an object store has no rename, by which a checkpoint could be put in its place in one step.
 """
 
 import contextlib
@@ -16,7 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from penzai_shard.errors import CheckpointDamagedError, Problem, ShardingError, require
+from penzai_shard.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    Problem,
+    ShardingError,
+    require,
+)
 
 PLAIN_METADATA = "_METADATA"
 STATE = "state"
@@ -123,8 +131,9 @@ class OrbaxStore:
         self.prefixes, self._path = prefixes, path
         # A shared context would refuse what has replaced a checkpoint at its path.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        is_url = isinstance(directory, str)
-        files: Any = f"{directory}/" if is_url else {"driver": "file", "path": f"{directory}/"}
+        files: Any = {"driver": "file", "path": f"{directory}/"}
+        if is_url(directory):
+            files = f"{directory}/"
         # Many keys are in few large files, or each is a file.
         store = {"driver": "ocdbt", "base": files} if form["use_ocdbt"] else files
         self._store = self._ts.KvStore.Spec(store)
@@ -174,6 +183,35 @@ class OrbaxStore:
         except Exception as error:
             refuse_damage(self._path, {name: f"its numbers cannot be read: {shorten(error)}"})
             raise
+
+
+def is_url(path: Any) -> bool:
+    """Whether a path is that of an object store.
+
+    >>> is_url("gs://runs/may/params"), is_url("runs/may/params")
+    (True, False)
+    """
+    return isinstance(path, str) and "://" in path
+
+
+def read_object(url: str, name: str) -> bytes:
+    """A file of a checkpoint in an object store.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or the object store cannot be reached.
+    """
+    ts = require("tensorstore", "checkpoint")
+    # Without a limit it tries for many minutes where there is no such bucket or no permission.
+    retries = {"max_retries": 8, "max_delay": "8s"}
+    context = ts.Context({f"{x}_request_retries": retries for x in ("gcs", "s3", "http")})
+    try:
+        return bytes(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result()[name])
+    except Exception as error:  # TensorStore raises whatever its drivers raise.
+        # Of what is not there it says nothing else.
+        is_absent = isinstance(error, KeyError)
+        what = "it is not there" if is_absent else f"{type(error).__name__} {shorten(error)}"
+        problem = Problem(url, f"reading {name} fails: {what}", "Copy a checkpoint's folder there.")
+        raise CheckpointNotFoundError("there is no checkpoint:", [problem]) from error
 
 
 def find_plain_store(path: pathlib.Path) -> OrbaxStore | None:

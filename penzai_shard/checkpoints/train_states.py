@@ -10,7 +10,6 @@ from typing import Any
 from penzai_shard.checkpoints.matching import OPTIMIZER, read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
-from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -63,7 +62,6 @@ def restore_train_state(
     rules: Any = None,
     *,
     plan: ShardingPlan | None = None,
-    shardings: Any = None,
     optimizer_rules: Any = None,
     axis_name_to_mesh_name: Any = None,
     rename_axes: Mapping[str, str] | None = None,
@@ -83,8 +81,6 @@ def restore_train_state(
         mesh: A mesh, or a plan of the state. Without it arrays go where those of the state are.
         rules: As for ``make_plan``.
         plan: A plan of the state, in place of mesh, rules and options.
-        shardings: In place of mesh and rules, a tree like the state with a sharding for each array,
-            as ``train_state_sharding`` gives it.
         optimizer_rules: Other rules for what the optimizer keeps, below ``opt_state``.
         axis_name_to_mesh_name: The rules under Penzai's name.
         rename_axes: As for ``restore_params``.
@@ -103,27 +99,18 @@ def restore_train_state(
     Raises:
         CheckpointNotFoundError, CheckpointMismatchError, CheckpointDamagedError: As for
             ``restore_params``.
-        PlanError, MeshError, RuleTypeError: As ``make_plan``; or options contradict each other.
+        PlanError, MeshError, RuleTypeError: As ``make_plan``; or an option cannot be read.
 
     Warns:
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
     """
     called = "restore_train_state"
-    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
-    options = read_options(called, **tolerance, verify=verify)
+    options = read_options(called, allow=allow, rename_axes=rename_axes, names=names, verify=verify)
     leaves, structure = read_tree(called, train_state)
-    if shardings is None:
-        relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
-        layout = read_layout(called, train_state, mesh, rules, axis_name_to_mesh_name, **relaxed)
-        if optimizer_rules is not None:
-            others = read_layout(called, train_state, mesh, optimizer_rules, **relaxed)
-            layout |= {path: others[path] for path in others if path.startswith(OPTIMIZER)}
-    else:
-        layout = read_layout(called, shardings, None)
-        given = mesh, rules, plan, optimizer_rules, axis_name_to_mesh_name
-        if any(x is not None for x in given) or layout.keys() != set(structure.paths):
-            what = "shardings= is not a tree like the state, or a mesh, plan or rules are given too"
-            fix = "Write shardings=train_state_sharding(state, mesh, rules), without these."
-            raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+    relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
+    layout = read_layout(called, train_state, mesh, rules, axis_name_to_mesh_name, **relaxed)
+    if optimizer_rules is not None:
+        others = read_layout(called, train_state, mesh, optimizer_rules, **relaxed)
+        layout |= {path: others[path] for path in others if path.startswith(OPTIMIZER)}
     parts = called, path, leaves, structure, layout, options, verify
     return restore_tree(*parts, is_state=True, free=free)

@@ -2,18 +2,17 @@
 
 import contextlib
 import functools
-import inspect
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from penzai_shard import errors
 from penzai_shard.arrays.inputs import bound_sharding
 from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.checkpoints.manager import CheckpointManager
-from penzai_shard.errors import CheckpointWriteError, Problem, TrainingStoppedError
 from penzai_shard.fitting.batch_feed import BatchFeed, Position, can_begin_anew, make_batches
 from penzai_shard.fitting.loop import (
     LogRecord,
@@ -26,7 +25,7 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.processes.agreement import on_first
 from penzai_shard.progress import progress as draw_progress
 from penzai_shard.training.batches import shard_batch as place_batch
-from penzai_shard.training.train_state import TrainState, check_arguments
+from penzai_shard.training.train_state import TrainState
 
 _COUNTS = "steps", "prefetch", "log_every", "save_every", "keep", "keep_every", "evaluate_every"
 _ANEW = "batches=lambda: itertools.cycle(data), which a run that goes on calls anew"
@@ -49,7 +48,6 @@ def fit(
     progress: bool = True,
     loss: str | None = "loss",
     allow_nonfinite: bool = False,
-    tokens_axes: Sequence[Hashable] = ("batch", "seq"),
     checkpoint: Any = None,
     save_every: int | None = None,
     keep: int | None = 2,
@@ -105,7 +103,6 @@ def fit(
         loss: The key of the loss in the report; None if it has none. A report that is a single
             number is the loss.
         allow_nonfinite: Whether to go on when the loss is infinite or not a number.
-        tokens_axes: The logical axes of which the lengths, multiplied, count the tokens of a batch.
         checkpoint: The folder of a ``CheckpointManager``, which several processes share.
         save_every: After how many steps to save. The last step is saved anyway.
         keep: How many of the newest checkpoints to keep; None keeps all.
@@ -132,6 +129,7 @@ def fit(
             errors that end the steps it has the last ``state``.
         RuleTypeError: Arguments or batches cannot be read.
         CheckpointWriteError: The state cannot be saved.
+        OSError: The folder cannot be made.
         Exception: What the iterator of batches raised; the state is saved before.
 
     >>> import optax, jax.numpy as jnp
@@ -157,7 +155,7 @@ def fit(
     place = shard_batch or (lambda batch: batch)
     if mesh is not None:
         place = functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)
-    draw = functools.partial(make_batches, place=place, tokens_axes=tokens_axes)
+    draw = functools.partial(make_batches, place=place)
     manager = evaluating = None
     if checkpoint is not None:
         manager = CheckpointManager(checkpoint, keep_last=keep, keep_every=keep_every, best=best)
@@ -185,12 +183,6 @@ def fit(
     return loop.state
 
 
-def _is_loss(function: Any) -> bool:
-    """Whether a function has the arguments by which steps call their loss functions."""
-    is_known = inspect.isfunction(function)
-    return is_known and {"model", "rng", "state"} <= {*inspect.signature(function).parameters}
-
-
 def _check(given: Mapping[str, Any]) -> None:
     """Refuses arguments of ``fit`` that are wrong, or do not go together."""
     absent = {name for name, value in given.items() if value is None} - {"step", "prefetch"}
@@ -206,7 +198,6 @@ def _check(given: Mapping[str, Any]) -> None:
         "stop_event": (is_event, "stop_event=threading.Event()"),
         "state": (is_state, "state=TrainState.initial_state(model, optimizer, rng)"),
         "batches": ("checkpoint" in absent or can_begin_anew(given["batches"]), _ANEW),
-        "tokens_axes": (not isinstance(given["tokens_axes"], str), "tokens_axes=('batch', 'seq')"),
         "on_stop": (given["on_stop"] in ("raise", "return"), "on_stop='return'"),
         "mesh": (is_placing, "shard_batch=function, or mesh=mesh with rules and first_axis"),
         "eval_batches": (is_whole, "evaluate_every=100, eval_step=step, eval_batches=[batch]"),
@@ -215,12 +206,13 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in ("shard_batch", "on_log"):
         rightness[name] = name in absent or callable(given[name]), f"{name}=function"
     for name, build in (("step", "build_train_step_fn"), ("eval_step", "build_eval_step_fn")):
-        is_step = callable(given[name]) and not _is_loss(given[name])
-        rightness[name] = name in absent or is_step, f"{name}={build}(loss_fn)"
+        is_step = name in absent or callable(given[name])
+        rightness[name] = is_step, f"{name}={build}(loss_fn)"
     for name in _COUNTS:
         is_count = type(given[name]) is int and given[name] > 0
         rightness[name] = name in absent or is_count, f"{name}=1 or more"
-    check_arguments("fit", {name: (given[name], *right) for name, right in rightness.items()})
+    checks = {name: (given[name], *right) for name, right in rightness.items()}
+    errors.check_arguments("fit", checks)
 
 
 def _find_start(
@@ -243,11 +235,12 @@ def _find_start(
         what = f"it is at step {reached}, and the last step is {steps}"
         fix = f"Write steps={reached + steps}, the number of steps in all."
     if what:
-        raise TrainingStoppedError("fit cannot start:", [Problem(where, what, fix)])
+        raise errors.TrainingStoppedError("fit cannot start:", [errors.Problem(where, what, fix)])
 
     if newest is None:
         if manager is not None:
-            on_first("making a folder", lambda: _make_folder(manager.path))
+            # First: where nothing can be saved, nothing is trained.
+            on_first("making a folder", lambda: os.makedirs(manager.path, exist_ok=True))
         return state, Position(), None
     is_free = not any(map(bound_sharding, jax.tree.leaves(state)))
     free = state.arguments()[0] if getattr(step, "is_donating", False) else ()
@@ -256,12 +249,3 @@ def _find_start(
         # By way of the host, so that it goes where the batches are, as before it was saved.
         state = jax.tree.map(jnp.array, jax.device_get(state))
     return state, position, newest
-
-
-def _make_folder(path: str) -> None:
-    """Makes a folder first: where nothing can be saved, nothing is trained."""
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        problem = Problem(path, f"no folder can be made: {error.strerror}", "Choose another path.")
-        raise CheckpointWriteError("fit cannot start:", [problem]) from error

@@ -21,11 +21,11 @@ from penzai_shard import errors
 from penzai_shard.arrays.inputs import bound_sharding
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.errors import Problem
+from penzai_shard.errors import Problem, check_arguments
 from penzai_shard.fitting.batch_feed import Batch, BatchFeed, Position
 from penzai_shard.processes.agreement import gather
 from penzai_shard.progress import Bar
-from penzai_shard.training.train_state import TrainState, check_arguments
+from penzai_shard.training.train_state import TrainState
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -44,8 +44,6 @@ class LogRecord:
             processes hold parts stay as they are.
         seconds_per_step: Mean time of a step since the record before, without saving and
             evaluation. The first step, which compiles, counts only in a record of it alone.
-        tokens_per_second: Tokens of all processes over the same time; None if the batches do not
-            say how many they have.
         evaluation: The means of an evaluation of the state after this step, or None.
     """
 
@@ -53,14 +51,11 @@ class LogRecord:
     loss: float | None
     metrics: Any
     seconds_per_step: float
-    tokens_per_second: float | None
     evaluation: Any = None
 
     def __str__(self) -> str:
         numbers = read_numbers({"loss": self.loss}) | read_numbers({"evaluation": self.evaluation})
         parts = [f"{name} {value:.4f}" for name, value in numbers.items()]
-        if self.tokens_per_second is not None:
-            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         return ", ".join([*parts, f"{self.seconds_per_step * 1e3:,.1f} ms/step"])
 
 
@@ -69,26 +64,24 @@ class Pace:
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
-        self._steps: list[tuple[float, int | None]] = []
+        self._seconds: list[float] = []
         self._is_first = True
 
-    def end_step(self, tokens: int | None) -> None:
+    def end_step(self) -> None:
         """Notes that one more step was found done."""
         before, self._since = self._since, time.perf_counter()
-        self._steps.append((self._since - before, tokens))
+        self._seconds.append(self._since - before)
 
     def skip(self) -> None:
         """Leaves out the time since the last step was found done."""
         self._since = time.perf_counter()
 
-    def take(self) -> tuple[float, float | None]:
-        """Seconds per step and tokens per second since the last call."""
+    def take(self) -> float:
+        """Seconds per step since the last call."""
         # The first step compiles.
-        steps = self._steps[1:] if self._is_first and len(self._steps) > 1 else self._steps
-        self._steps, self._is_first = [], False
-        seconds = sum(own for own, _ in steps)
-        tokens = sum(own or 0 for _, own in steps)
-        return seconds / len(steps), tokens / seconds if tokens and seconds else None
+        is_first, self._is_first = self._is_first and len(self._seconds) > 1, False
+        seconds, self._seconds = self._seconds[is_first:], []
+        return sum(seconds) / len(seconds)
 
 
 def find_loss(reported: Any, loss: str | None) -> Any:
@@ -173,9 +166,9 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self.done = self._start = int(self.state.step)
-        # Number, tokens, report and loss of steps that were dispatched, and what is there once they
-        # are done.
-        self._unread: list[tuple[int, int | None, Any, Any, Any]] = []
+        # Number, report and loss of steps that were dispatched, and what is there once they are
+        # done.
+        self._unread: list[tuple[int, Any, Any, Any]] = []
         self._pace = Pace()
 
     def run(self, feed: BatchFeed, find_reason: Callable[[], str]) -> None:
@@ -235,7 +228,7 @@ class TrainingLoop:
         self.done += 1
         self.position = batch.position
         loss = find_loss(report, self.loss)
-        self._unread.append((self.done, batch.tokens, report, loss, self.state.step))
+        self._unread.append((self.done, report, loss, self.state.step))
         saves = _is_due(self.save_every, self.done)
         self._read(0 if saves or self._is_evaluated(self.done) else 1)
         if saves:
@@ -244,10 +237,10 @@ class TrainingLoop:
     def _read(self, most_unread: int) -> None:
         """Waits for steps, and says what they reported."""
         while len(self._unread) > most_unread:
-            number, tokens, report, loss, done = self._unread.pop(0)
+            number, report, loss, done = self._unread.pop(0)
             jax.block_until_ready(done)
             self.bar.advance()
-            self._pace.end_step(tokens)
+            self._pace.end_step()
             value = None if loss is None else float(np.asarray(loss).item())
             if not (value is None or math.isfinite(value) or self.allow_nonfinite):
                 saved = f"; step {self.saved} is saved" if self.saved else ""
@@ -262,7 +255,7 @@ class TrainingLoop:
         evaluation = self.evaluate(self.state) if self._is_evaluated(number) else None
         self._pace.skip()
         metrics, pace = copy_to_host(report), self._pace.take()
-        self._record = record = LogRecord(number, loss, metrics, *pace, evaluation)
+        self._record = record = LogRecord(number, loss, metrics, pace, evaluation)
         self.bar.show(str(record))
         if self.on_log is not None:
             self.on_log(record)

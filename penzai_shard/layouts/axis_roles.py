@@ -91,7 +91,6 @@ def find_roles(
 
     split: dict[str, tuple[Any, ...]] = {}
     whole: dict[str, tuple[Any, ...]] = {}
-    every: dict[str, tuple[Any, ...]] = {}
     notes: list[str] = []
     for role in ROLES:
         axes, over = axes_of_role(role, names), mesh_axes_of(role, tables.values())
@@ -106,8 +105,7 @@ def find_roles(
             chosen = fitting[:1]
             notes.append(_vocabulary_note(chosen, present, over, parts))
         split[role] = tuple(name for axis in chosen for name in own[axis]) if over else ()
-        whole[role] = tuple(name for x in present if x not in chosen for name in own[x])
-        every[role] = tuple(name for x in present for name in own[x])
+        whole[role] = tuple(x for axis in present for x in own[axis] if x not in split[role])
 
     def resolve(rule: Rule) -> list[Rule]:
         role: Any = rule.logical_axis
@@ -117,7 +115,7 @@ def find_roles(
             # A rule of the user's own, for an axis that no parameter has, or that keeps one whole.
             return [rule]
         if not rule.mesh_axes:
-            return [dataclasses.replace(rule, logical_axis=name) for name in every[role]]
+            return [dataclasses.replace(rule, logical_axis=x) for x in split[role] + whole[role]]
         kept = [dataclasses.replace(rule, logical_axis=name) for name in split[role]]
         return kept + [Rule(name, ()) for name in whole[role]]
 

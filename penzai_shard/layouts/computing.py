@@ -27,8 +27,6 @@ def compute_by_rules(
         mesh: The mesh, with Auto axes.
         rules: The rules for activations, of which those count that name an axis by a text.
     """
-    if not callable(loss_fn):
-        return loss_fn  # Whoever gets it refuses it.
 
     @functools.wraps(loss_fn)
     def compute_loss(*args: Any, **inputs: Any) -> Any:

@@ -105,10 +105,6 @@ class RecipeMaker:
         else:
             edits = Recipe(*self._edit_layers(), *self._edit_vocabulary())
         if layout.precision is not None:
-            if not is_layer(model):
-                what = f"the {type(model).__name__} is no layer, so that nothing says what to cast"
-                fix = "Cast in the loss: jax.tree.map(lambda x: x.astype('bfloat16'), model)."
-                raise RuleTypeError(_HEADLINE, [Problem("precision", what, fix)])
             edits = Recipe(edits, mixed_precision(layout.precision))
         return Recipe(edits, keep_axis_order()) if find_matches(model, moves_axes) else edits
 
@@ -136,17 +132,21 @@ class RecipeMaker:
             RuleTypeError: The layout does to blocks what cannot be done without them.
         """
         layout, name = self.layout, type(self.model).__name__
+        # Only such layers can be blocks.
+        has_layers = bool(find_matches(self.model, pz.nn.Layer))
         problems = Problems(_HEADLINE)
         for option in ("blocks", "rematerialise", "manual", "reshard_after_forward"):
             if getattr(layout, option):
-                what = f"it is for layers of named arrays, and the {name} is left to the compiler"
-                problems.add(option, what, "Leave it out, or name such layers with blocks=.")
+                what = f"it is for layers of Penzai, and the {name} is left to the compiler"
+                fix = "Leave it out, or write blocks=MyBlock." if has_layers else "Leave it out."
+                problems.add(option, what, "Write blocks=()." if option == "blocks" else fix)
         problems.raise_if_any(RuleTypeError)
         gathers = self._gathering is not None and self._is_pinned
         if layout.blocks is None and (gathers or self._split_in_layers):
             # Otherwise gradients are summed, and there is one way to do that.
             fact = f"a layout knows no layers of the {name}: the compiler decides where it reduces"
-            warn_caller([f"{fact}. Write blocks=MyBlock, or blocks=() if that is meant."])
+            ways = "blocks=MyBlock, or blocks=()" if has_layers else "blocks=()"
+            warn_caller([f"{fact}. Write {ways} if that is meant."])
 
     # What the edits follow from
 

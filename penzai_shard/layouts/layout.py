@@ -6,7 +6,6 @@ split while it computes, so one table of rules cannot say both. A layout has a t
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -202,7 +201,7 @@ class Layout(LayoutPresets, LayoutFiles):
             PlanError, MeshError, RuleTypeError: As ``make_plan`` and ``for_model``.
         """
         found = self.find_roles(tree, mesh)
-        plan = make_plan(tree, mesh, found.tables["parameters"], **options)
+        plan = make_plan(tree, mesh, found.tables["parameters"], **self._relax(options))
         whole = _find_whole(plan)
         if isinstance(tree, TrainState) and self.optimizer is not None:
             other = make_plan(tree, mesh, found.tables["optimizer"], **options)
@@ -211,6 +210,12 @@ class Layout(LayoutPresets, LayoutFiles):
             plan, whole = dataclasses.replace(plan, leaves=tuple(leaves)), _find_whole(other)
         warn_caller(whole)
         return dataclasses.replace(plan, remarks=(*plan.remarks, *found.notes, *whole))
+
+    def _relax(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options for parameters, which are whole without names where statistics are split so."""
+        rules = self.optimizer.rules if self.optimizer is not None else ()
+        is_relaxed = options.get("on_unnamed", "error") == "error" and any(x.unnamed for x in rules)
+        return options | {"on_unnamed": "replicate"} if is_relaxed else options
 
     def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
         """The edits by which a model computes in this layout.
@@ -328,14 +333,11 @@ class Layout(LayoutPresets, LayoutFiles):
         Raises:
             PlanError, MeshError, RuleTypeError: As the functions that this one calls.
         """
-        problems = Problems("Layout.build:")
-        known = inspect.signature(build_train_step_fn).parameters
-        add_unknown(problems, "", step_options, (*_STATE_OPTIONS, *known))
-        problems.raise_if_any(RuleTypeError)
         of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
         shapes = abstract_model(initializer, *args)
         layout, edit = self.for_model(shapes, mesh), self.recipe(shapes, mesh).apply
-        plan = make_plan(shapes, mesh, layout.parameters, on_unnamed=on_unnamed)
+        options = self._relax({"on_unnamed": on_unnamed})
+        plan = make_plan(shapes, mesh, layout.parameters, **options)
 
         with auto_context():
             # A state of structs says where the optimizer's arrays belong, which are made there.
@@ -363,25 +365,18 @@ def _find_whole(plan: ShardingPlan) -> list[str]:
     """Warns of arrays that the mesh does not divide, if much of the memory is theirs."""
     rule = next((rule for rule in plan.rules.rules if rule.logical_axis is None), IDENTITY)
     parts = specs.part_count(rule.mesh_axes, plan.mesh.shape)
-    if parts == 1:
+    whole = []
+    for leaf in plan.leaves:
+        is_asked = leaf.shape and (leaf.names is not None or rule.unnamed)
+        is_split = not {*rule.mesh_axes}.isdisjoint(jax.tree.leaves(tuple(leaf.spec or ())))
+        if is_asked and not is_split and math.prod(leaf.shape) >= rule.min_size:
+            whole.append(leaf)
+    lost = sum(leaf.bytes_per_device for leaf in whole)
+    if parts == 1 or lost <= 0.1 * plan.bytes_per_device:
         return []
 
-    def is_whole(leaf: Any) -> bool:
-        is_large = leaf.shape and math.prod(leaf.shape) >= rule.min_size
-        is_asked = is_large and (leaf.names is not None or rule.unnamed)
-        axes = jax.tree.leaves(tuple(leaf.spec or ()))
-        return bool(is_asked) and {*rule.mesh_axes}.isdisjoint(axes)
-
-    whole = [leaf for leaf in plan.leaves if is_whole(leaf)]
-    if sum(leaf.bytes_per_device for leaf in whole) <= 0.1 * plan.bytes_per_device:
-        return []
-
-    def divides(n: int) -> bool:
-        return all(any(size % n == 0 for size in leaf.shape) for leaf in whole)
-
-    n = max(n for n in range(1, parts) if parts % n == 0 and divides(n))
-    fix = f"Write data=('data', 'more') on a mesh with data={n} and more={parts // n}."
+    fix = "Pad them, or write data=('data', 'more') on a mesh of which each mesh axis divides one."
     return [
         f"{len(whole)} arrays are whole on every device, such as {whole[0].path} {whole[0].shape}: "
-        f"rule {rule} ({parts}) divides none of their dimensions. {fix if n > 1 else 'Pad them.'}"
+        f"rule {rule} ({parts}) divides none of their dimensions. {fix}"
     ]

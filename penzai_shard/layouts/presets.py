@@ -24,16 +24,7 @@ def add_unknown(problems: Problems, path: str, given: Iterable[Any], known: Iter
         problems.add(path, f"{key!r} is not known", fix)
 
 
-class _RefusesNames(type):
-    """What ``Layout.fsdp`` says."""
-
-    def __getattr__(cls, name: str) -> Any:
-        problems = Problems(f"{cls.__name__}:")
-        add_unknown(problems, "", [name], PRESETS)
-        raise AttributeError(str(RuleTypeError(problems.headline, problems)))
-
-
-class LayoutPresets(metaclass=_RefusesNames):
+class LayoutPresets:
     """The presets of ``Layout``, which is what they return.
 
     All take ``vocabulary`` and ``experts`` as options, and the fields of ``Layout`` that are no

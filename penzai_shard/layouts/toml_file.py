@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 from penzai_shard.layouts.presets import FIELDS, PRESETS, TABLES, add_unknown
-from penzai_shard.paths import nearest
 from penzai_shard.rules import AxisRules, Rule
 
 _FIELDS = (*TABLES, *FIELDS)
@@ -62,9 +61,7 @@ class LayoutFiles:
         try:
             found = tomllib.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            near = nearest(str(file), [str(x) for x in file.parent.glob("*.toml") if x != file])
-            fix = f"Give the path of a file in TOML{f', such as {near!r}' if near else ''}."
-            problems.add("", str(error).rstrip("."), fix)
+            problems.add("", str(error).rstrip("."), "Give the path of a file in TOML.")
             raise RuleTypeError(problems.headline, problems) from error
         add_unknown(problems, "", found, _KEYS)
         if ("layout" in found) == ("parameters" in found):

@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 from penzai_shard.checkpoints.filling import Shape, Source
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
-from penzai_shard.checkpoints.tensor_files import FRACTIONS, is_tensors
-from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.checkpoints.tensor_files import is_tensors
+from penzai_shard.errors import Problems, check_arguments
 from penzai_shard.paths import matches
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 
@@ -34,6 +34,7 @@ _HEADS = ("heads", "head_groups", "query_heads")
 _NORM, _HEAD = "/scale.weights", "lm_head.weights"
 # Of these Penzai has models.
 DTYPES = ("bfloat16", "float32")
+DTYPE_FIX = "dtype='bfloat16' or dtype='float32'"
 # Early versions of transformers stored these, and nothing is computed from them.
 _BUFFERS = ("**.rotary_emb.inv_freq", "**.attention.bias", "**.attention.masked_bias")
 
@@ -76,17 +77,19 @@ def model_of_config(
     path, config = config, read_config(config)
     family, known = FAMILIES[config.family], config["vocab_size"]
     tokens = known if vocabulary is None else vocabulary
-    problems = Problems(f"cannot build {config.source}:")
-    if use_layer_stack and (len({*config.layers}) > 1 or family.build is _build_gemma_3):
-        problems.add("use_layer_stack", f"this {config.family} cannot be stacked", "Leave it out.")
-    if type(tokens) is not int or tokens < known:
-        problems.add("vocabulary", f"{tokens!r} is not {known} or more", f"Write {known} or more.")
     if dtype is None:
         has_weights = isinstance(path, str | os.PathLike) and is_tensors(pathlib.Path(path))
         found = find_dtype(config, read_manifest(path).records if has_weights else {})
         dtype = found if found in DTYPES else "bfloat16"
-    dtype = read_dtype(problems, dtype, DTYPES)
-    problems.raise_if_any(RuleTypeError)
+    dtype = name_dtype(dtype)
+    differ = len({*config.layers}) > 1 or family.build is _build_gemma_3
+    no_stack = f"use_layer_stack=False, as blocks of this {config.family} differ"
+    checks = {
+        "use_layer_stack": (use_layer_stack, not (use_layer_stack and differ), no_stack),
+        "vocabulary": (tokens, type(tokens) is int and tokens >= known, f"{known} or more"),
+        "dtype": (dtype, dtype in DTYPES, DTYPE_FIX),
+    }
+    check_arguments(f"cannot build {config.source}", checks)
 
     build = functools.partial(
         family.build,
@@ -112,12 +115,9 @@ def model_of_config(
     return pz.bind_variables(build(config, None), parameters)
 
 
-def read_dtype(problems: Problems, dtype: Any, known: Collection[str] = FRACTIONS) -> str | None:
-    """The name of a dtype, if one is given; adds that it is none of those that are known."""
-    name = None if dtype is None else getattr(dtype, "__name__", str(dtype))
-    if name not in (None, *known):
-        problems.add("dtype", f"it is {name}", "Write dtype='bfloat16' or dtype='float32'.")
-    return name
+def name_dtype(dtype: Any) -> str | None:
+    """The name of a dtype, if one is given."""
+    return None if dtype is None else getattr(dtype, "__name__", str(dtype))
 
 
 def find_dtype(config: ModelConfig, records: Mapping[str, ArrayRecord]) -> str:

@@ -50,7 +50,6 @@ def load_safetensors(
     on_indivisible: OnIndivisible = "error",
     on_unnamed: arguments.OnUnnamed = "error",
     verify: bool = True,
-    progress: bool | None = None,
 ) -> Any:
     """Loads weights as Hugging Face has them straight onto a mesh.
 
@@ -88,7 +87,6 @@ def load_safetensors(
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
         verify: Whether to compare numbers with the checksums that ``save_safetensors`` keeps.
-        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         The model, with mutable variables; of ``into`` one of the same kind, as ``restore_params``
@@ -120,9 +118,15 @@ def load_safetensors(
     flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
     building: dict[str, Any] = {**flags, "vocabulary": vocabulary}
     filling = {"names": names, "axes": axes or {}, "rename_axes": rename_axes, "others": others}
-    problems = _check_options(config, into, building, filling)
-    dtype = families.read_dtype(problems, dtype, families.DTYPES if into is None else FRACTIONS)
-    options = read_options(_CALLED, allow=allow, **filling, verify=verify, more=problems)
+    dtype, known = families.name_dtype(dtype), families.DTYPES if into is None else FRACTIONS
+    checks = {"dtype": (dtype, dtype in (None, *known), families.DTYPE_FIX)}
+    # Some options are those of models that are built, others of models that are filled.
+    useless = {"config": config, **building}
+    if into is None:
+        useless = {**filling, "others": others != "error"}
+    fix = f"it only {'with' if into is None else 'without'} into="
+    checks |= {name: (value, not value, fix) for name, value in useless.items()}
+    options = read_options(_CALLED, allow=allow, **filling, verify=verify, more=checks)
 
     find: Any = match
     with together("looking for weights and their configuration"):
@@ -148,22 +152,7 @@ def load_safetensors(
         ]
     relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     layout = read_layout(_CALLED, into, mesh, rules, axis_name_to_mesh_name, **relaxed)
-    reading = {"shown": progress is not False, "find": find}
-    return restore_tree(_CALLED, manifest, leaves, structure, layout, options, verify, **reading)
-
-
-def _check_options(
-    config: Any, into: Any, building: Mapping[str, Any], filling: Mapping[str, Any]
-) -> Problems:
-    """What is wrong with options of models that are built, and of those that are filled."""
-    problems = Problems("")
-    if into is None:
-        what, useless = "it needs into=", {**filling, "others": filling["others"] != "error"}
-    else:
-        what, useless = "it does not go with into=", {"config": config, **building}
-    for name in [name for name, value in useless.items() if value]:
-        problems.add(name, what, "Leave it out.")
-    return problems
+    return restore_tree(_CALLED, manifest, leaves, structure, layout, options, verify, find=find)
 
 
 def _match_tensors(

@@ -19,7 +19,6 @@ from penzai import pz
 from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints.filling import Source
-from penzai_shard.checkpoints.matching import Options, name_arrays, read_options
 from penzai_shard.checkpoints.parameters import parameters_of, read_tree
 from penzai_shard.checkpoints.records import ArrayRecord, absolute_path, make_record, write_texts
 from penzai_shard.checkpoints.replacement import Replacement, refuse_save
@@ -28,7 +27,6 @@ from penzai_shard.checkpoints.tensor_files import DTYPES, FRACTIONS, INDEX, SUFF
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.pretrained import families
 from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
-from penzai_shard.progress import progress as draw_progress
 
 _CALLED = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -58,41 +56,36 @@ def save_safetensors(
     model: Any,
     *,
     config: Any = None,
-    names: Mapping[str, str | None] | None = None,
     dtype: Any = None,
     max_file_bytes: int | None = None,
     overwrite: bool = False,
-    progress: bool | None = None,
 ) -> str:
     """Saves the parameters of a model as safetensors files.
 
     With ``config`` the folder is one that Hugging Face's libraries read. Without it the tensors are
-    the parameters, and the files say their logical axes: ``load_safetensors(into=)`` and
-    ``restore_params`` need no other options for them.
+    the parameters under their paths, and the files say their logical axes:
+    ``load_safetensors(into=)`` and ``restore_params`` need no other options for them. A dictionary
+    has any names and parameters that one wants: ``{"w": param_dict(model)["up.weights"]}``.
 
     Args:
         path: The folder to make.
         model: As for ``param_dict``, with values. The devices are those of one process.
         config: The configuration whose model it is, as for ``load_safetensors``; it is copied.
             Tokens that ``vocabulary=`` has added are cut off.
-        names: Without ``config``: for a path of the model, or a pattern, the name of the tensor,
-            with the wildcards of the pattern in their order; None leaves the parameter out.
         dtype: What numbers with a fraction become.
         max_file_bytes: How large the tensors of one file are together, if there are several.
         overwrite: Whether to replace a folder that holds nothing but such weights.
-        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         The absolute path.
 
     Raises:
         CheckpointMismatchError: The model is not that of the configuration; with a problem for each
-            difference. Or ``names`` cannot be given so.
+            difference.
         CheckpointWriteError: The path is taken, or cannot be written.
         ShardingError: Some parameters have no values.
         RuleTypeError: Options cannot be read, all of which are in it; there are several processes;
             or safetensors files have no such dtype.
-        MissingExtraError: rich is not installed, and a bar is to be shown.
 
     >>> import tempfile
     >>> from penzai import pz
@@ -103,17 +96,15 @@ def save_safetensors(
     ...     path = save_safetensors(f"{folder}/weights", weights)
     ...     loaded = load_safetensors(path, into=weights)
     """
-    final, problems = absolute_path(path), errors.Problems("")
-    dtype = families.read_dtype(problems, dtype)
-    if config is not None and names is not None:
-        problems.add("names", "config= has names for all tensors", "Leave out one of them.")
-    if max_file_bytes is not None and not (type(max_file_bytes) is int and max_file_bytes > 0):
-        fix = f"Write a number: max_file_bytes={5 * 10**9}."
-        problems.add("max_file_bytes", f"it is {max_file_bytes!r}", fix)
-    if jax.process_count() > 1:
-        fix = "Write save_params(path, model); one process can restore that and save it so."
-        problems.add("", "no process has whole arrays where there are several", fix)
-    options = read_options(_CALLED, names=names, more=problems)
+    final, dtype, count = absolute_path(path), families.name_dtype(dtype), jax.process_count()
+    is_size = type(max_file_bytes) is int and max_file_bytes > 0
+    alone = "save_params(path, model); one process can restore that and save it so"
+    checks = {
+        "dtype": (dtype, dtype in (None, *FRACTIONS), families.DTYPE_FIX),
+        "max_file_bytes": (max_file_bytes, max_file_bytes is None or is_size, f"{5 * 10**9}"),
+        "process_count": (count, count == 1, alone),
+    }
+    errors.check_arguments(_CALLED, checks)
     refuse_existing(final, overwrite, _has_weights_only)
     leaves = parameters_of(read_tree(_CALLED, model)[0])
     found, _ = run_inputs({leaf.path: leaf.value for leaf in leaves}, _CALLED)
@@ -123,18 +114,21 @@ def save_safetensors(
     replacement = Replacement(final)
     with plain_context(_CALLED):
         if config is None:
-            parts, tensors = _name_tensors(records, options)
+            tensors: Records = records
+            parts: dict[str, list[Part]] = {}
+            for path, record in records.items():
+                order = tuple(range(len(record.shape)))
+                parts[path] = [(path, Source((path,), record.shape, order), 0)]
         else:
             config = read_config(config)
             parts, tensors = _find_tensors(config, model, records, arrays)
         tensors = _cast(tensors, dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
         make = functools.partial(_join_tensor, parts, tensors, arrays)
-        shown = progress is not False
-        with draw_progress(total, "bytes", shown) as bar, undo_on_failure(replacement):
+        with undo_on_failure(replacement):
             replacement.begin()
             replacement.new.mkdir()
-            _write_files(replacement.new, tensors, make, max_file_bytes or total, bar)
+            _write_files(replacement.new, tensors, make, max_file_bytes or total)
             if config is not None:
                 said = {"torch_dtype", "dtype"} & config.given.keys() if dtype else ()
                 text = json.dumps({**config.given, **dict.fromkeys(said, dtype)}, indent=2)
@@ -155,17 +149,6 @@ def _has_weights_only(folder: pathlib.Path) -> bool:
 
 
 # Which tensors there are
-
-
-def _name_tensors(records: Records, options: Options) -> tuple[dict[str, list[Part]], Records]:
-    """Each parameter as a tensor of its own."""
-    headline = "the parameters cannot be named so:"
-    named = name_arrays(records, options, headline=headline, holder="the model")
-    parts = {}
-    for path, name in named.items():
-        shape = records[path].shape
-        parts[name] = [(path, Source((name,), shape, tuple(range(len(shape)))), 0)]
-    return parts, {name: records[path] for path, name in named.items()}
 
 
 def _find_tensors(
@@ -239,7 +222,7 @@ def _cast(tensors: Records, dtype: str | None) -> Records:
         found[name] = dataclasses.replace(record, dtype=other)
         if record.dtype not in _CODES:
             what = f"safetensors files hold no {record.dtype}"
-            problems.add(name, what, "Leave it out with names=.", "dtype")
+            problems.add(name, what, "Give a dictionary of parameters without it.", "dtype")
     problems.raise_if_any(errors.RuleTypeError)
     return found
 
@@ -279,7 +262,7 @@ def _copy_part(array: Any, number: Any, stack: int | None, order: tuple[int, ...
 
 
 def _write_files(
-    folder: pathlib.Path, tensors: Records, make: Callable[[str], np.ndarray], most: int, bar: Any
+    folder: pathlib.Path, tensors: Records, make: Callable[[str], np.ndarray], most: int
 ) -> None:
     """Writes tensors to files of so many bytes each, and where there are several their index."""
     files: list[list[str]] = [[]]
@@ -301,7 +284,6 @@ def _write_files(
             stream.write(_make_header(names, tensors, texts))
             for name in names:
                 array = make(name)
-                bar.advance(array.nbytes)
                 records[name] = dataclasses.replace(records[name], values=_sum(array))
                 stream.write(array.reshape(-1).view(np.uint8).data)
     texts = write_texts(records)

@@ -15,6 +15,7 @@ import numpy as np
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.arrays.structure import Leaf, Named
+from penzai_shard.errors import check_arguments
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.placement.place import check_devices, place_tree
 from penzai_shard.planning import arguments
@@ -22,7 +23,6 @@ from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import examine, plan_tree
 from penzai_shard.processes.agreement import refuse_differences
 from penzai_shard.rules import OnIndivisible
-from penzai_shard.training.train_state import check_arguments
 
 
 def shard_batch(

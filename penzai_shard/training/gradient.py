@@ -21,7 +21,7 @@ from penzai_shard.layers.manual import fold_rng_over_axis, vary_over
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
 from penzai_shard.training import loss_call
 from penzai_shard.training.loss_call import LossCall, split_microbatches
-from penzai_shard.training.manual_step import refuse_differences, run_per_device
+from penzai_shard.training.manual_step import refuse_varying, run_per_device
 from penzai_shard.training.model_parts import Kind
 from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
 
@@ -255,7 +255,7 @@ def _call_loss(
     before = {"state_vars": state_arrays, "loss_fn_state": loss_fn_state}
     after = {"state_vars": state_vars, "loss_fn_state": new_state}
     if call.manual_axes:
-        refuse_differences(after)
+        refuse_varying(after)
     after = keep_form(before, leaves_of(after), "Give it like the one before.")
     return loss, (weight, (after["state_vars"], after["loss_fn_state"]), aux)
 

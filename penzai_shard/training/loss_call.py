@@ -6,14 +6,13 @@ path, and so it is of plain arrays that may have examples.
 """
 
 import dataclasses
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten
-from penzai_shard.errors import Problems, RuleTypeError, ShardingError
+from penzai_shard.errors import Problems, ShardingError, check_arguments
 
 _CONCATENATE = "concatenate"
 # Functions of values along a new first dimension.
@@ -59,11 +58,11 @@ def read_reductions(declared: Any) -> dict[str, str]:
     """
     leaves, structure = flatten(declared)
     words = dict([*structure.statics, *((leaf.path, leaf.value) for leaf in leaves)])
-    problems = Problems("aux_reduction cannot be read:")
-    for path, word in words.items():
-        if not isinstance(word, str) or word not in (*_REDUCTIONS, _CONCATENATE):
-            problems.add(path, f"{reprlib.repr(word)} is no reduction", f"Write one of {_WORDS}.")
-    problems.raise_if_any(RuleTypeError)
+    known, fix = (*_REDUCTIONS, _CONCATENATE), f"one of {_WORDS}"
+    checks = {
+        path: (word, isinstance(word, str) and word in known, fix) for path, word in words.items()
+    }
+    check_arguments("aux_reduction", checks)
     return words
 
 

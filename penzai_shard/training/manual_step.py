@@ -183,7 +183,7 @@ def _read_parameters(
     return parameters
 
 
-def refuse_differences(carry: Any) -> None:
+def refuse_varying(carry: Any) -> None:
     """Refuses what is carried on and differs between devices, as far as JAX keeps account of it.
 
     Raises:

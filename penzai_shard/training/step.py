@@ -18,11 +18,11 @@ from penzai_shard.arrays.inputs import bound_sharding, find_mesh
 from penzai_shard.arrays.kinds import is_deleted, is_struct, is_traced
 from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.errors import Problems, ShardingError
+from penzai_shard.errors import Problems, ShardingError, check_arguments
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.training import gradient
 from penzai_shard.training.loss_call import LossCall, read_reductions
-from penzai_shard.training.train_state import TrainState, check_arguments, put_on_mesh, read_arrays
+from penzai_shard.training.train_state import TrainState, put_on_mesh, read_arrays
 
 _RESERVED = ("model", "rng", "state")
 _METRICS = ("loss", "gradient_norm")

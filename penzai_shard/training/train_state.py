@@ -20,7 +20,7 @@ from penzai_shard.arrays.kinds import is_key_type, is_struct, is_traced
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of
-from penzai_shard.errors import Problems, RuleTypeError, ShardingError
+from penzai_shard.errors import Problems, ShardingError, check_arguments
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import plan_tree
@@ -263,23 +263,6 @@ def _find_optimizer_shardings(state: TrainState, mesh: AnyMesh) -> Any:
 
 
 # Arguments and arrays as a step takes them
-
-
-def check_arguments(called: str, checks: Mapping[str, tuple[Any, bool, str]]) -> None:
-    """Refuses arguments of the wrong kind.
-
-    Args:
-        called: The function that was called.
-        checks: By name the value of an argument, whether it is right, and what to write.
-
-    Raises:
-        RuleTypeError: Some are wrong; all of them are in it.
-    """
-    problems = Problems(f"{called}:")
-    for name, (value, is_right, fix) in checks.items():
-        if not is_right:
-            problems.add(name, f"it cannot be {reprlib.repr(value)}", f"Write {fix}.")
-    problems.raise_if_any(RuleTypeError)
 
 
 def read_arrays(

@@ -126,9 +126,8 @@ def stacked(draw):
 
 
 def wrong_choice(draw):
-    option = draw.choice(["only", "except_"])
     wrong = f"net/block_*/{misspelt(draw, draw.choice(['up', 'down']))}.w"
-    return ZEROS, {option: wrong, "others": "keep"}, wrong
+    return ZEROS, {"only": wrong, "others": "keep"}, wrong
 
 
 MISTAKES = [wrong_rule, wrong_rule, other_paths, unlike_path, exchanged_rules, one_path_twice]

@@ -119,6 +119,27 @@ def test_save_params_64_bits_where_jax_has_32(tmp_path):
         assert contents(pzs.restore_params(path, wide)) == contents(wide)
 
 
+def test_restore_params_by_url(tmp_path):
+    """``file://`` stands for the object stores that TensorStore opens alike."""
+    arrays, path = {"w": jnp.asarray(NUMBERS)}, tmp_path / "run" / "params"
+    pzs.save_params(path, arrays)
+    url = f"file://{path}"
+    restored = pzs.restore_params(url, blank(arrays), WIDE, {}, on_unnamed="replicate")
+    assert contents(restored) == contents(arrays)
+    assert pzs.verify_checkpoint(url + "/").ok
+    assert pzs.compare_checkpoints(url, arrays).ok
+    for call in (pzs.save_params, url, arrays), (pzs.CheckpointManager, url):
+        refused(pzs.RuleTypeError, *call)
+    for file in (path / "state").rglob("*ocdbt"):
+        file.unlink()
+    refused(pzs.CheckpointDamagedError, pzs.restore_params, url, arrays)
+    (path / "_CHECKPOINT_METADATA").write_text("{}")
+    refused(pzs.CheckpointDamagedError, pzs.restore_params, url, arrays)
+    (path / "penzai_shard").unlink()
+    for wrong in (url, "nothing://bucket/a"):
+        refused(pzs.CheckpointNotFoundError, pzs.restore_params, wrong, arrays)
+
+
 # Refusals
 
 

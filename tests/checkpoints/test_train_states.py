@@ -57,7 +57,8 @@ def test_restore_train_state_of_this_library(tmp_path):
     expected = contents(state) | {constant: contents(other)[constant]}
     assert contents(restored) == expected
     shardings = pzs.train_state_sharding(other, TALL, rules, **options)
-    assert_lies_as(pzs.restore_train_state(path, other, shardings=shardings), shardings)
+    other = jax.device_put(other, shardings)
+    assert_lies_as(pzs.restore_train_state(path, other), shardings)
 
 
 def test_restore_train_state_where_arrays_go(tmp_path):
@@ -70,11 +71,6 @@ def test_restore_train_state_where_arrays_go(tmp_path):
     restored = pzs.restore_train_state(path, state)
     assert_lies(restored, WIDE, RULES)
     assert contents(restored) == expected
-    other = pzs.make_plan(state, TALL, ZERO).sharding_tree()
-    assert_lies_as(pzs.restore_train_state(path, state, shardings=other), other)
-    more = {"mesh": TALL}, {"rules": RULES}, {"optimizer_rules": ZERO}
-    for options in ({"shardings": other["params"]}, *({"shardings": other, **x} for x in more)):
-        refused(pzs.RuleTypeError, pzs.restore_train_state, path, state, **options)
     restored = pzs.restore_train_state(path, state, WIDE, RULES, optimizer_rules=ZERO)
     assert restored["params"]["up/w"].data_array.sharding.spec == jax.P("data", "model")
     mu = restored["opt_state"][0].mu["up/w"]

@@ -54,11 +54,10 @@ def test_fit_records():
     records = []
     train(on_log=records.append, log_every=4)
     assert [record.step for record in records] == [4, 8, 9]
-    first = records[0]
-    assert isinstance(first.metrics["weights"], np.ndarray)
-    assert first.tokens_per_second * first.seconds_per_step == pytest.approx(24)
-    train(on_log=records.append, log_every=None, tokens_axes=("batch", "rows"))
-    assert (records[-1].step, records[-1].tokens_per_second) == (9, None)
+    assert isinstance(records[0].metrics["weights"], np.ndarray)
+    assert all(record.seconds_per_step > 0 for record in records)
+    train(on_log=records.append, log_every=None)
+    assert [record.step for record in records[3:]] == [9]
 
 
 @pytest.mark.parametrize(
@@ -83,22 +82,15 @@ def test_fit_finds_the_loss_of_a_step_of_a_layout():
         # Its own number of this name stays.
         return loss, state, {"loss": 2 * loss} if is_own else {}
 
-    def make_model():
-        return {"w": pz.nx.zeros({"features": 4})}
-
-    def build(optimizer, rng):
-        options = {"loss_fn": loss_fn, "aux_output_shardings": {"loss": None} if is_own else {}}
-        layout = pzs.Layout.data_parallel("data", blocks=())
-        return layout.build(make_model, mesh=runs.mesh(), optimizer=optimizer, rng=rng, **options)
-
+    build = lambda: {"w": pz.nx.zeros({"features": 4})}  # noqa: E731
+    layout = pzs.Layout.data_parallel("data", blocks=())
+    given = {"mesh": runs.mesh(), "optimizer": runs.OPTIMIZER, "rng": jax.random.key(0)}
     for is_own in (False, True):
-        state, step = build(runs.OPTIMIZER, jax.random.key(0))
+        declared = {"loss": None} if is_own else {}
+        options = {"loss_fn": loss_fn, "aux_output_shardings": declared, **given}
+        state, step = layout.build(build, **options)
         expected = np.array(losses_by_hand()[:2]) * (2 if is_own else 1)
         np.testing.assert_allclose(train(state=state, step=step, steps=2)[1], expected, rtol=1e-6)
-    # A factory in place of an optimizer, a seed in place of a key.
-    problems = problems_of(pzs.RuleTypeError, build, optax.adam, 1)
-    fixes = [problem.fix for problem in problems]
-    assert fixes == ["Write optax.adam(1e-3).", "Write jax.random.key(1)."]
 
 
 def test_fit_refuses_a_loss_that_is_no_number():
@@ -307,8 +299,8 @@ def test_fit_surfaces_a_save_that_fails(tmp_path):
     assert step == 6
     assert CheckpointManager(tmp_path).latest == 3
     (tmp_path / "file").touch()
-    problems = refused(pzs.CheckpointWriteError, train, checkpoint=tmp_path / "file")
-    assert problems.keys() == {str(tmp_path / "file")}
+    with pytest.raises(FileExistsError):
+        train(checkpoint=tmp_path / "file")
 
 
 def test_fit_ends_at_a_loss_that_is_not_finite(tmp_path):
@@ -342,33 +334,29 @@ def test_fit_gives_the_state_with_an_error_of_a_callback():
 
 
 @pytest.mark.parametrize(
-    ("options", "path", "fix"),
+    ("path", "options"),
     [
-        ({"state": {"w": jnp.ones(2)}}, "state", ""),
-        ({"state": jax.eval_shape(lambda: initial(placed=False))}, "state", ""),
-        ({"step": None}, "step", ""),
-        ({"step": runs.loss_fn}, "step", "step=build_train_step_fn(loss_fn)"),
+        ("state", {"state": {"w": jnp.ones(2)}}),
+        ("state", {"state": jax.eval_shape(lambda: initial(placed=False))}),
+        ("step", {"step": None}),
         # What steps return.
-        ({"step": lambda state, x: state}, "step(state, **batch)", ""),
-        ({"step": runs.EVALUATE}, "step(state, **batch)", ""),
-        ({**EVALUATION, "eval_step": KEEPING_STEP}, "eval_step(state, **batch)", ""),
-        ({**EVALUATION, "eval_step": runs.loss_fn}, "eval_step", ""),
-        ({"stop_event": True}, "stop_event", ""),
-        ({"tokens_axes": "batch"}, "tokens_axes", ""),
-        ({"steps": 0}, "steps", ""),
-        ({"log_every": 0.5}, "log_every", ""),
-        ({"prefetch": 0}, "prefetch", "prefetch=1 "),
-        ({"on_stop": "save"}, "on_stop", ""),
-        ({"rules": {}}, "mesh", ""),
-        ({"mesh": "mesh", "shard_batch": runs.place}, "mesh", ""),
-        ({"save_every": 3}, "checkpoint", ""),
-        ({"evaluate_every": 3}, "eval_batches", ""),
-        ({**EVALUATION, "eval_batches": draw(2)}, "eval_batches", ""),
+        ("step(state, **batch)", {"step": lambda state, x: state}),
+        ("step(state, **batch)", {"step": runs.EVALUATE}),
+        ("eval_step(state, **batch)", {**EVALUATION, "eval_step": KEEPING_STEP}),
+        ("stop_event", {"stop_event": True}),
+        ("steps", {"steps": 0}),
+        ("log_every", {"log_every": 0.5}),
+        ("prefetch", {"prefetch": 0}),
+        ("on_stop", {"on_stop": "save"}),
+        ("mesh", {"rules": {}}),
+        ("mesh", {"mesh": "mesh", "shard_batch": runs.place}),
+        ("checkpoint", {"save_every": 3}),
+        ("eval_batches", {"evaluate_every": 3}),
+        ("eval_batches", {**EVALUATION, "eval_batches": draw(2)}),
     ],
 )
-def test_fit_refuses_arguments(options, path, fix):
-    (problem,) = problems_of(pzs.RuleTypeError, train, **options)
-    assert (problem.path, fix in problem.fix) == (path, True)
+def test_fit_refuses_arguments(path, options):
+    assert problem_paths(pzs.RuleTypeError, train, **options) == [path]
 
 
 # Progress

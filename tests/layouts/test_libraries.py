@@ -141,7 +141,6 @@ TRANSFORMERS = {
 }
 LAYOUTS = {
     "one device": (Layout.data_parallel(), {"data": 1}),
-    "unnamed": (Layout.fully_sharded(min_size=1, unnamed="largest", blocks=()), {"data": 8}),
     "two_dimensional": (
         Layout.two_dimensional(min_size=64, names=NAMES, blocks=()),
         {"data": 4, "model": 2},
@@ -209,15 +208,6 @@ def test_models_that_pin_their_own_activations_are_left_to_the_compiler(library)
     with pytest.warns(pzs.ShardingWarning, match="blocks=()"):
         assert not layout.recipe(TRANSFORMERS[library][0](), mesh).edits
     assert layout.gathering(TRANSFORMERS[library][0](), mesh) is None
-
-
-@pytest.mark.parametrize("library", ["equinox", "plain"])
-def test_arrays_without_names_are_split_if_asked(library):
-    loss_fn, x = LOSSES[library]
-    losses, state, _ = run_layout("unnamed", MODELS[library], loss_fn, x=x)
-    one, _, _ = run_layout("one device", MODELS[library], loss_fn, x=x)
-    np.testing.assert_allclose(losses, one, rtol=1e-5)
-    assert any(array.sharding.spec != jax.P() for array in state.trained_arrays.values())
 
 
 def test_computing_is_for_evaluations():

@@ -132,11 +132,11 @@ def test_layers_compute_with_the_numbers_of_a_config(name, changes, stacked, kin
         ("llama", {"dtype": "float16"}, {"dtype": "dtype='bfloat16'"}),
         ("llama", {"vocabulary": 39}, {"vocabulary": "Write 40 or more"}),
         ("llama", {"vocabulary": 0}, {"vocabulary": "Write 40 or more"}),
-        ("gemma2", {"use_layer_stack": True}, {"use_layer_stack": "Leave"}),
+        ("gemma2", {"use_layer_stack": True}, {"use_layer_stack": "use_layer_stack=False"}),
         (
             "gemma3",
             {"use_layer_stack": True, "vocabulary": "48", "dtype": "f"},
-            {"use_layer_stack": "Leave", "vocabulary": "Write 40 or more", "dtype": "rite"},
+            {"use_layer_stack": "=False", "vocabulary": "Write 40 or more", "dtype": "rite"},
         ),
     ],
 )

@@ -101,9 +101,9 @@ def test_load_compares_a_head_that_is_stored_though_it_is_tied(tmp_path):
 @pytest.mark.parametrize(
     ("options", "fixes"),
     [
-        ({"names": {"a": "b"}, "axes": {"a": ("b",)}}, {"names": "Leave", "axes": "Leave"}),
-        ({"others": "keep", "allow": "casts"}, {"others": "Leave", "allow": "allow='cast'"}),
-        ({"into": {"w": SQUARE}, "vocabulary": 48}, {"vocabulary": "Leave"}),
+        ({"names": {"a": "b"}, "axes": {"a": ("b",)}}, {"names": "with into", "axes": "with into"}),
+        ({"others": "keep", "allow": "casts"}, {"others": "with into", "allow": "allow='cast'"}),
+        ({"into": {"w": SQUARE}, "vocabulary": 48}, {"vocabulary": "without into"}),
         ({"into": {"w": SQUARE}, "axes": ["w"]}, {"axes": "axes={"}),
         ({"into": {"w": SQUARE}, "dtype": "int8", "names": 3}, {"dtype": "dtype=", "names": "="}),
         ({"dtype": "bf16", "verify": "no"}, {"dtype": "'bfloat16'", "verify": "verify="}),
