@@ -318,7 +318,7 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     (1.0, 1.0, 0.02, 1.0)
     """
     rates, shares = hardware.bandwidths(mesh_sizes), share_out(cost.traffic, mesh_sizes)
-    send = topologies.least_time(shares, mesh_sizes, rates)
+    send = topologies.least_time(shares, rates)
     by_mesh_axis = dict.fromkeys(mesh_sizes, 0.0)
     for axes, sent in shares.items():
         for axis in axes:

@@ -96,11 +96,6 @@ class Collective:
     is_upper_bound: bool
     parts: tuple[Part, ...]
 
-    @property
-    def sliced_bytes(self) -> int:
-        """How much of an all-reduce is a reduce-scatter in all but name."""
-        return sum(part.payload_bytes for part in self.parts if part.keeps_slice)
-
 
 def read_collectives(program: Program, step: "LoweredStep") -> tuple[Collective, ...]:
     """The collectives of a compiled step, in the order of the program's text.

@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from penzai_shard.inspection.attribution import Collective, Part, read_collectives
-from penzai_shard.inspection.topologies import Topology, least_time, mesh_bandwidths
 from penzai_shard.meshes import mesh_text
-from penzai_shard.reports.quantities import bytes_text, seconds_text
+from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
 if TYPE_CHECKING:
@@ -96,14 +95,12 @@ class CollectiveReport(HasReport):
         collectives: Each place in the program where devices exchange data, in its order.
         mesh_sizes: The size of each mesh axis; empty without a mesh.
         device_kind: What the program is for: ``"cpu"`` or ``"TPU v5 lite"``.
-        topology: The devices, where they are described; their links give the least time.
         remarks: What else a reader should know.
     """
 
     collectives: tuple[Collective, ...]
     mesh_sizes: Mapping[str, int]
     device_kind: str = ""
-    topology: Topology | None = None
     remarks: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -123,8 +120,9 @@ class CollectiveReport(HasReport):
         The compiler for CPUs writes reduce-scatters as all-reduces; those for GPUs and TPUs write
         them as they are.
         """
-        halves = (add_up_part(one, one.sliced_bytes).wire_bytes / 2 for one in self.collectives)
-        return self.wire_bytes - sum(halves)
+        pairs = ((one, part) for one in self.collectives for part in one.parts)
+        slices = (add_up_part(one, x.payload_bytes) for one, x in pairs if x.keeps_slice)
+        return self.wire_bytes - sum(each.wire_bytes / 2 for each in slices)
 
     @property
     def unattributed(self) -> tuple[Collective, ...]:
@@ -169,41 +167,12 @@ class CollectiveReport(HasReport):
                 totals[own] = totals.get(own, Total()).plus(add_up_part(one, payload))
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
 
-    def least_time(self, links: Mapping[str, float] | None = None) -> float:
-        """A lower bound in seconds of the time that the collectives take in one step.
-
-        All may run at the same time, also over several mesh axes; latency does not count, nor
-        what runs an unknown number of times or in a branch.
-
-        Args:
-            links: The bytes per second that one device can send over each mesh axis:
-                ``{"data": 25e9, "model": 450e9}``. By default those of the report's topology.
-
-        Raises:
-            MeshError: A mesh axis has no figure.
-        """
-        sent: dict[tuple[str, ...], float] = {}
-        for one in self.collectives:
-            # Groups that are not those of mesh axes may use all links.
-            axes = tuple(self.mesh_sizes) if one.mesh_axes is None else one.mesh_axes
-            certain = 0 if one.is_upper_bound else add_up_part(one, one.payload_bytes).wire_bytes
-            sent[axes] = sent.get(axes, 0) + certain
-        if links is None and self.topology is not None:
-            links = mesh_bandwidths(self.topology, self.mesh_sizes)
-        return least_time(sent, self.mesh_sizes, links or {})
-
     def report(self) -> Report:
         """The collectives as a table: a row for each layer, kind, mesh axis and phase."""
         key = ("layer", "collective", "mesh axes", "phase")
-        columns = (
-            Column("layer", "path"),
-            *map(Column, key[1:]),
-            Column("moves"),
-            Column("times", "count"),
-            Column("payload", "bytes"),
-            Column("sent", "bytes"),
-            Column("remark", "detail"),
-        )
+        where = Column("layer", "path"), *map(Column, (*key[1:], "moves"))
+        sizes = Column("times", "count"), Column("payload", "bytes"), Column("sent", "bytes")
+        columns = *where, *sizes, Column("remark", "detail")
         rows = [
             (*cells, *(dataclasses.astuple(total) if total.count else (None,) * 3), remark)
             for (*cells, remark), total in self._add_up(_row_key).items()
@@ -215,8 +184,7 @@ class CollectiveReport(HasReport):
             "wire_bytes_with_reduce_scatters": self.wire_bytes_with_reduce_scatters,
             "unknown_times": len(self.unknown_times),
         }
-        notes = [*self._notes()]
-        report = Report("Collectives", "", columns, rows, notes, facts=facts, key=key)
+        report = Report("Collectives", "", columns, rows, [*self._notes()], facts=facts, key=key)
         return dataclasses.replace(report, verdict=self._verdict(report))
 
     def _verdict(self, report: Report) -> str:
@@ -249,9 +217,6 @@ class CollectiveReport(HasReport):
             yield f"collectives in a branch of a condition count as always run: {maybe:,}"
         if unknown := len(self.unattributed):
             yield f"collectives with a part of unknown origin, in .unattributed: {unknown:,}"
-        if self.topology is not None and self.topology.figures is not None:
-            least = seconds_text(self.least_time())
-            yield f"the links of {self.topology.name} take at least {least}"
         yield from self.remarks
 
 
@@ -287,4 +252,4 @@ def make_collective_report(compiled: "CompiledStep") -> CollectiveReport:
                 "the compiler for CPUs moves bfloat16 as float32; with those of GPUs and TPUs it "
                 "is half the bytes"
             )
-    return CollectiveReport(found, sizes, kind, compiled.topology, tuple(notes))
+    return CollectiveReport(found, sizes, kind, tuple(notes))

@@ -15,12 +15,7 @@ from penzai_shard.inspection.compiler_process import TooLargeError, compile_in_p
 from penzai_shard.inspection.compiling import CompiledStep, make_compiled_step
 from penzai_shard.inspection.lowering import LoweredStep, lower_step
 from penzai_shard.inspection.topologies import Topology
-from penzai_shard.jax_internals.compiler import (
-    MemoryFigures,
-    compile_options,
-    kept_arguments,
-    write_bytecode,
-)
+from penzai_shard.jax_internals import compiler
 
 # By platform the packages that may compile for it, the best first, and how to install one. Neither
 # needs the devices.
@@ -81,12 +76,12 @@ def compile_ahead(
     """
     if not isinstance(topology, Topology):
         topology = Topology(topology)
-    compiler, platform = _find_compiler(topology), topology.platform
+    made_by, platform = _find_compiler(topology), topology.platform
     lowered = lower_step(step, args, kwargs, "compile_ahead", platform=platform)
     count = 1 if lowered.mesh is None else lowered.mesh.size
-    options = compile_options(count, platform, lowered.options)
-    bytecode, limit = write_bytecode(lowered.lowered), topology.memory_limit
-    remarks = []
+    options = compiler.compile_options(count, platform, lowered.options)
+    bytecode, limit = compiler.write_bytecode(lowered.lowered), topology.memory_limit
+    remarks: tuple[str, ...] = ()
     try:
         program, kind, log = compile_in_process(bytecode, lowered.mesh, topology, options)
         compiled = make_compiled_step(lowered, program, kind, limit, log)
@@ -95,18 +90,14 @@ def compile_ahead(
         figures = _read_figures(lowered, error.needed)
         compiled = CompiledStep(lowered, "", figures, error.device_kind, error.limit)
         exact, estimated = _EXACT_AND_ESTIMATED["too large"]
-        remarks = [
-            "the compiler gives no program that does not fit, so its collectives are not known; "
-            f"compile_ahead(..., topology='cpu:{count}') estimates them"
-        ]
-    remarks = [
-        f"{topology.device_count:,} x {compiled.device_kind} ({topology.name}), compiled by "
-        f"{compiler}",
-        f"exact: {exact}",
-        f"estimated: {estimated}",
-        *remarks,
-    ]
-    return dataclasses.replace(compiled, topology=topology, remarks=tuple(remarks))
+        unknown = (
+            "the compiler gives no program that does not fit, so its collectives are not known"
+        )
+        remarks = (f"{unknown}; compile_ahead(..., topology='cpu:{count}') estimates them",)
+    devices = f"{topology.device_count:,} x {compiled.device_kind} ({topology.name})"
+    exactness = f"exact: {exact}", f"estimated: {estimated}"
+    remarks = f"{devices}, compiled by {made_by}", *exactness, *remarks
+    return dataclasses.replace(compiled, topology=topology, remarks=remarks)
 
 
 def _find_compiler(topology: Topology) -> str:
@@ -124,9 +115,9 @@ def _find_compiler(topology: Topology) -> str:
     )
 
 
-def _read_figures(step: LoweredStep, needed: int) -> MemoryFigures:
+def _read_figures(step: LoweredStep, needed: int) -> compiler.MemoryFigures:
     """What comes in, and as temporaries the rest of what a step that is too large needs."""
-    used = kept_arguments(step.lowered)
+    used = compiler.kept_arguments(step.lowered)
     arrays = [array for number, array in enumerate(step.arguments) if number in used]
     arguments = sum(array.bytes_per_device for array in arrays if not array.is_on_host)
-    return MemoryFigures(arguments, 0, 0, max(needed - arguments, 0), 0, 0)
+    return compiler.MemoryFigures(arguments, 0, 0, max(needed - arguments, 0), 0, 0)

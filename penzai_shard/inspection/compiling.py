@@ -55,8 +55,6 @@ class CompiledStep(HasReport):
         memory_limit: The bytes that programs can have on such a device; None if not known.
         recompilation: Arrays for which the second step compiles again: path, and dtype and layout
             before and after.
-        remat_warnings: What the compiler warns of: values that it gathers whole because it cannot
-            bring them from one layout to another. Each is a sentence with the layer.
         topology: The devices, where they are described.
         remarks: By what it was compiled, and what of it is an estimate, if not for devices here.
     """
@@ -67,7 +65,6 @@ class CompiledStep(HasReport):
     device_kind: str
     memory_limit: int | None
     recompilation: tuple[tuple[str, str, str], ...] = ()
-    remat_warnings: tuple[str, ...] = ()
     topology: Topology | None = None
     remarks: tuple[str, ...] = ()
 
@@ -278,11 +275,10 @@ def make_compiled_step(
     arguments = _lay(step.arguments, used, compiled.input_shardings, step.mesh)
     results = _lay(step.results, range(len(step.results)), compiled.output_shardings, step.mesh)
     recompilation = tuple(_find_recompilation(step, results))
-    warnings = tuple(_read_remat_warnings(log, step))
-    notes = (*step.notes, *warnings)
+    notes = (*step.notes, *_read_remat_warnings(log, step))
     step = dataclasses.replace(step, arguments=arguments, results=results, notes=notes)
-    found = device_kind, memory_limit, recompilation, warnings
-    return CompiledStep(step, compiled.text, compiled.memory, *found)
+    figures = compiled.memory
+    return CompiledStep(step, compiled.text, figures, device_kind, memory_limit, recompilation)
 
 
 def _lay(

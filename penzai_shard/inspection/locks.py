@@ -152,12 +152,9 @@ class ShardingLock(HasReport):
     def report(self) -> Report:
         """The mesh, every array, what each layer communicates, the memory of one device."""
         memory, sent = (bytes_text(self.total(name)) for name in ("memory", "sent"))
-        verdict = (
-            f"each device ({self.made_by['device']}) holds {memory} and sends {sent} in a step"
-        )
-        return Report(
-            "Sharding lock", verdict, _COLUMNS, self.rows, facts={"made_by": self.made_by}
-        )
+        device, facts = self.made_by["device"], {"made_by": self.made_by}
+        verdict = f"each device ({device}) holds {memory} and sends {sent} in a step"
+        return Report("Sharding lock", verdict, _COLUMNS, self.rows, facts=facts)
 
     def total(self, name: str) -> int:
         """The sum of all rows: of their ``memory``, or of the bytes ``sent``."""

@@ -17,7 +17,7 @@ from penzai_shard.inspection.liveness import read_peak
 from penzai_shard.inspection.topologies import find_figures
 from penzai_shard.jax_internals.compiler import MemoryFigures, kept_arguments
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import fold_key, fold_paths
+from penzai_shard.paths import fold_key, paths_text
 from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
@@ -114,13 +114,8 @@ class MemoryReport(HasReport):
 
     def report(self) -> Report:
         """The memory as a table: a row for each array, then what the program needs besides."""
-        columns = (
-            Column("memory", "path"),
-            Column("part"),
-            Column("axes"),
-            Column("per device", "bytes"),
-            Column("at the peak", "bytes"),
-        )
+        sizes = Column("per device", "bytes"), Column("at the peak", "bytes")
+        columns = Column("memory", "path"), Column("part"), Column("axes"), *sizes
         sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
         for array in self.step.arguments:
             if not array.is_on_host:
@@ -265,22 +260,20 @@ def _suggest_donation(step: "LoweredStep") -> Suggestion:
 def _suggest_remat(
     step: "LoweredStep", peak: Sequence[PeakRow], device_kind: str
 ) -> Iterator[Suggestion]:
-    """Of the blocks of a model, those whose activations wait for the backward pass."""
+    """The blocks of a model whose activations wait for the backward pass."""
     if not any(row.phase == "backward" for row in peak):
         return
-    kinds: dict[str, collections.Counter[str]] = {}
+    blocks = collections.Counter[str]()
     for row in peak:
         # Blocks are the outermost layers that are numbered.
         pieces = row.layer.split("/")
-        depths = [i for i, piece in enumerate(pieces) if fold_key(piece) != piece]
+        depths = [i for i, piece in enumerate(pieces, 1) if fold_key(piece) != piece]
         if row.phase == "forward" and row.layer in step.layers.order and depths:
-            block = "/".join(pieces[: depths[0] + 1])
-            kinds.setdefault(fold_key(block), collections.Counter())[block] += row.bytes
-    if kinds:
-        blocks = max(kinds.values(), key=collections.Counter.total)
+            blocks["/".join(pieces[: depths[0]])] += row.bytes
+    if blocks:
         # While one of them is computed again, its activations are there.
         saves = blocks.total() - max(blocks.values())
-        text = f"compute each of {fold_paths([*blocks])} again in the backward pass, by "
+        text = f"compute each of {paths_text(blocks, 4)} again in the backward pass, by "
         text += "jax.checkpoint or, around a layer, pzs.Checkpointed"
         if device_kind == "cpu":
             text += " (the compiler for CPUs may keep the activations all the same)"

@@ -16,8 +16,6 @@ import pytest
 _UPDATE = "--update-sharding-locks"
 _FOLDER, _TOLERANCE = "sharding_locks_folder", "sharding_locks_tolerance"
 _IMPROVEMENTS = "sharding_locks_improvements"
-# A name that is the name of a file on every system; those of parametrized tests are.
-_NAME = re.compile(r"\w[\w.,=+@\[\]() -]{0,149}(?<![ .])")
 # With these options tests are left out, and nobody can say which locks have no test.
 _PARTIAL = ("keyword", "markexpr", "deselect", "lf", "ignore", "ignore_glob", "collectonly")
 # Which test of this process has a lock, by the path of its file.
@@ -57,8 +55,6 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
         name: str, step: Any, /, *args: Any, tolerance: float | None = None, **kwargs: Any
     ) -> None:
         __tracebackhide__ = True
-        if not _NAME.fullmatch(name):
-            pytest.fail(f"{name!r} is no name of a file. Write letters, digits and -_.,=+@[]().")
         path = request.path.parent / config.getini(_FOLDER) / f"{name}.json"
         shown = os.path.relpath(path, config.invocation_params.dir)
         other = config.stash.setdefault(_TESTS, {}).setdefault(shown, test)

@@ -4,13 +4,11 @@ import json
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import penzai_shard as pzs
 from penzai_shard.inspection.attribution import Collective, Part
 from penzai_shard.inspection.collectives import CollectiveReport, Total
-from tests.refusals import problems_of
 
 MESH = {"data": 4, "model": 2}
 
@@ -82,25 +80,6 @@ def test_notes_say_what_is_not_certain():
     notes = report(maybe, device_kind="cpu", remarks=("a remark",)).report().notes
     assert len(notes) == 4
     assert "each device sends 768 B" in notes[0]
-
-
-def test_least_time_counts_what_is_certain():
-    maybe = [collective(times=None), collective(is_maybe=True)]
-    found = report(collective(times=3), collective(axes=None, payload=200), *maybe)
-    # Over "data" 3 x 768 bytes; over both, whose groups may use all links, 150 more.
-    assert found.least_time({"data": 100, "model": 1000}) == 23.04
-    assert found.least_time({"data": 100, "model": 1}) == pytest.approx(2454 / 101)
-    # A row of 4 chips has one link of 50 GB/s between each two.
-    chips = report(collective("mlp"), topology=pzs.Topology("v5e:2x4"))
-    assert chips.least_time() == pytest.approx(768 / 50e9)
-    assert "at least 0.0154 us" in str(chips)
-
-
-def test_report_of_devices_whose_links_are_not_published():
-    found = report(collective("mlp"), topology=pzs.Topology("cpu:8"))
-    assert "at least" not in str(found)
-    problems = problems_of(pzs.MeshError, found.least_time)
-    assert "'model': 25" in problems[0].fix
 
 
 def test_collectives_without_a_mesh_are_none():

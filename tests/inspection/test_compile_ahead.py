@@ -84,7 +84,7 @@ def test_abstract_mesh_may_have_more_devices_than_are_here(monkeypatch, tmp_path
     for compiled in (pzs.compile_step(gather, x, w), there):
         assert collectives_of(compiled.collectives) >= {PRODUCT, SUM}
         assert compiled.memory.inputs == INPUTS
-        assert compiled.remat_warnings
+        assert any("whole" in note for note in compiled.step.notes)
 
 
 def test_step_that_is_too_large_is_reported_with_what_it_needs(monkeypatch):
@@ -132,7 +132,6 @@ def test_tpus():
     assert "which fits into 15.8 GiB" in str(report)
     rows = report.memory.to_data()["rows"]
     assert sum(row["per device"] or 0 for row in rows) == report.memory.total
-    assert 0 < report.collectives.least_time() < 1
     large = pzs.compile_ahead(step, *arrays(2**18, 2**20), topology="v5e:4x4")
     assert large.fits is False
     assert large.memory.total > large.memory.limit == int(15.75 * 2**30)

@@ -93,12 +93,11 @@ def test_assert_sharding_lock_settings_and_tolerance_of_a_call(run, pytester):
         assert run(ini=ini).ret == pytest.ExitCode.USAGE_ERROR
 
 
-def test_assert_sharding_lock_names_are_of_one_test_and_of_files(run):
-    names = ["a/b", "../a", "", ".hidden", "a:b", "a ", "x" * 151, "train", "test_layout[fsdp-2]"]
-    tests = [a_test(name, test=f"test_{i}") for i, name in enumerate([*names, "train"])]
+def test_assert_sharding_lock_is_of_one_test(run):
+    tests = [a_test(name, test=f"test_{i}") for i, name in enumerate(("train", "a[2]", "train"))]
     result = run(UPDATE, test_a="".join(tests))
-    result.assert_outcomes(passed=2, failed=8)
-    result.stdout.fnmatch_lines(["*train.json is the lock of *::test_7 too.*"])
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*train.json is the lock of *::test_0 too.*"])
 
 
 def test_assert_sharding_lock_without_a_test_is_reported(run):

@@ -20,7 +20,7 @@ def test_topology_counts_devices():
     ("name", "fix"),
     [
         ("v5litepod-16", "v5e:16x16"),
-        ("v5:8", "'v5p:2x2x2'"),
+        ("v5:8", "v5e:16x16"),
         ("v5e:16x4", "'v5e:8x8'"),
         ("v5p:8x4x4", "'v5p:4x4x8'"),
         ("cpu:0", "cpu:512"),
@@ -44,12 +44,11 @@ def test_topology_refuses_what_there_is_not(name, fix):
 )
 def test_topology_refuses_a_mesh_that_it_does_not_carry(name, sizes, fix):
     topology, mesh_sizes = pzs.Topology(name, "any"), dict(zip("ab", sizes, strict=True))
-    assert fix in problems_of(pzs.MeshError, mesh_bandwidths, topology, mesh_sizes)[0].fix
+    assert fix in problems_of(pzs.MeshError, topology.check_mesh, mesh_sizes)[0].fix
 
 
 # In GB per second, from the drawings of the vendors: a ring of v5e has two links of 50, a line one;
-# a torus of v5p two of 100 along each side. H100s of a host have 450; what goes between hosts
-# takes longer, which a lower bound may leave out.
+# a torus of v5p two of 100 along each side.
 @pytest.mark.parametrize(
     ("name", "sizes", "rates"),
     [
@@ -58,25 +57,16 @@ def test_topology_refuses_a_mesh_that_it_does_not_carry(name, sizes, fix):
         ("v5e:16x16", (4, 64), (200, 200)),
         ("v5p:4x4x8", (8, 16), (200, 400)),
         ("v5p:2x2x4", (4, 4), (100, 200)),
-        ("gpu:8", (2, 4), (450, 450)),
-        ("gpu:2x8", (2, 8), (450, 450)),
     ],
 )
 def test_mesh_bandwidths(name, sizes, rates):
-    topology = pzs.Topology(name, target_config=H100S)
-    found = mesh_bandwidths(topology, dict(zip("ab", sizes, strict=True)))
+    found = mesh_bandwidths(pzs.Topology(name), dict(zip("ab", sizes, strict=True)))
     assert tuple(found.values()) == pytest.approx([rate * 1e9 for rate in rates])
 
 
 def test_least_time_is_that_of_the_busiest_links():
     """A divides its 8 over both, and needs 4 seconds; together with B's 7 there are 3 a second."""
     sent, rates = {("a", "b"): 8.0, ("b",): 7.0}, {"a": 1.0, "b": 2.0}
-    assert least_time(sent, {"a": 2, "b": 2}, rates) == 15 / 3
-    assert least_time(sent | {("a",): 6.0}, {"a": 2, "b": 2}, rates) == 21 / 3
-    assert least_time({("a",): 6.0, ("b",): 1.0}, {"a": 2, "b": 2}, rates) == 6
-
-
-def test_least_time_refuses_wrong_figures_all_at_once():
-    sent, sizes = {("data",): 1.0, ("model",): 1.0}, {"data": 4, "model": 2}
-    problems = problems_of(pzs.MeshError, least_time, sent, sizes, {"modle": 1, "data": 0})
-    assert len(problems) == 2
+    assert least_time(sent, rates) == 15 / 3
+    assert least_time(sent | {("a",): 6.0}, rates) == 21 / 3
+    assert least_time({("a",): 6.0, ("b",): 1.0}, rates) == 6
