@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 from penzai_shard.naming.class_names import ClassNames
 from penzai_shard.naming.cuts import cover
-from penzai_shard.naming.facts import DOT, Facts, Lookup, Product, sources_of
+from penzai_shard.naming.facts import DOT, Facts, Product, sources_of
 from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
 from penzai_shard.propagation.flat import FLOW
@@ -291,12 +291,6 @@ def _name_neurons(facts: Facts, names: ClassNames) -> None:
             role = "recurrent" if is_looped else _NEURONS
             reason = "a product makes it of the embedding, and another contracts over it"
             names.give_role(part, role, reason)
-    # Bottlenecks of adapters are shorter than the embedding, where other neurons are longer.
-    longest = max((part.size for part in names.with_role(_NEURONS)), default=0)
-    for stream in embedding if not names.with_role("experts") else ():
-        for part in names.with_role(_NEURONS):
-            if part.size < stream.size < longest:
-                names.take_role(part, "it is shorter than the embedding, as other neurons are not")
 
 
 def _is_linear(facts: Facts, product: Product) -> bool:
@@ -341,42 +335,14 @@ def _name_outputs(facts: Facts, names: ClassNames) -> None:
 # Axes next to others
 
 
-def _is_counted(facts: Facts, lookup: Lookup) -> bool:
-    """Whether rows are looked up by places: consecutive numbers, or how many tokens came before."""
-    # What argmax and argsort find is computed from an iota too, but not element by element.
-    until = facts.mixed if lookup.index in facts.from_inputs else ()
-    if "stablehlo.iota" in facts.kinds_before(lookup.index, until):
-        return True
-    # Segments are counted as places are, but a table of them is shorter than the sequence.
-    is_long = all(part.size <= lookup.rows.size for part in facts.classes(lookup.index))
-    return is_long and _CUMULATION in facts.kinds_before(lookup.index)
-
-
 def _name_positions(facts: Facts, names: ClassNames) -> None:
-    """What is looked up by counted places, cut as long as an input is, or added as a whole."""
+    """What is looked up by consecutive numbers, and gives what the embedding gets."""
     embedding = names.with_role("embedding")
     for each in facts.lookups:
         is_table = each.is_table and each.rows in facts.in_weights and embedding & each.others
-        if is_table and _is_counted(facts, each) and each.index not in facts.from_weights:
+        is_given = each.index in facts.from_inputs | facts.from_weights
+        if is_table and not is_given and "stablehlo.iota" in facts.kinds_before(each.index):
             names.give_role(each.rows, "positions", "rows are looked up along it by counted places")
-    for operation, before, after, _ in facts.cuts:
-        is_cut = len(before) == len(after) == 1 and before != after
-        is_weight = before[0] in facts.in_weights and operation.operands[0] not in facts.from_inputs
-        if is_cut and is_weight and after[0] in facts.of_inputs:
-            reason = "as many of its elements are taken as an input is long"
-            names.give_role(before[0], "positions", reason)
-    tables = {each.value: each for each in facts.call.weights if embedding & {*each.classes}}
-    reads = [each for each in facts.with_weights if each.contracted & embedding]
-    read = _long(part for each in reads for part in facts.classes(each.data)) - embedding
-    adds = (each.operands for each in facts.program.operations if each.kind == "stablehlo.add")
-    for operand, other in (pair for operands in adds for pair in itertools.permutations(operands)):
-        for value in facts.moved_from(operand):
-            # What is added to something made of itself is a stream that begins as a weight.
-            if value in tables and other not in facts.reached([value]):
-                parts = [parts[0] for parts in tables[value].parts if len(parts) == 1]
-                rest = read & facts.classes(operand) & {*parts}
-                for part in rest if len(rest) == 1 else ():
-                    names.give_role(part, "positions", "a weight of it is added to the embedding")
 
 
 def _name_joined(facts: Facts, names: ClassNames, attentions: Sequence[_Attention]) -> None:

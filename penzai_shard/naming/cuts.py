@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from penzai_shard.naming.ties import Elements, Ties, makers_of
+from penzai_shard.naming.ties import Elements, Ties, makers_of, walk
 from penzai_shard.propagation.flat import Operation, Propagated
 
 CONCATENATE = "stablehlo.concatenate"
@@ -118,21 +118,19 @@ def _find_sources(
     """
     shapes = [value.shape for value in program.values]
     length = shapes[joined.results[0]][dim]
-    waiting, seen = [*joined.operands], {*joined.operands}
-    while waiting:
-        value = waiting.pop()
+
+    def sources(value: int) -> Iterator[int]:
         shape, maker = shapes[value], makers.get(value)
-        if shape[dim] == length:
-            yield value
-        elif maker and (maker.rule or len(maker.operands) == 1) and maker.kind not in _MOVING:
-            is_along = maker.cuts or maker.kind == CONCATENATE
-            for operand in {*maker.operands} - seen:
-                other = shapes[operand]
-                # Along the dimension lengths change, all others stay.
-                kept = (*other[:dim], shape[dim], *other[dim + 1 :]) if is_along else other
-                if kept == shape:
-                    seen.add(operand)
-                    waiting.append(operand)
+        if shape[dim] == length or maker is None or maker.kind in _MOVING:
+            return
+        is_along = maker.cuts or maker.kind == CONCATENATE
+        for operand in maker.operands if maker.rule or len(maker.operands) == 1 else ():
+            other = shapes[operand]
+            # Along the dimension lengths change, all others stay.
+            if shape == ((*other[:dim], shape[dim], *other[dim + 1 :]) if is_along else other):
+                yield operand
+
+    return (value for value in walk(joined.operands, sources) if shapes[value][dim] == length)
 
 
 # Tying

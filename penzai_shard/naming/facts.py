@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
-from penzai_shard.naming.ties import AxisClass, Parts, length_of, makers_of
+from penzai_shard.naming.ties import AxisClass, Parts, length_of, makers_of, walk
 from penzai_shard.naming.trace import Call, CalledArray
 from penzai_shard.propagation.flat import FLOW, Operation
 
@@ -88,22 +88,6 @@ class Lookup:
     others: Classes
     index: int
     is_table: bool
-
-
-class Cut(NamedTuple):
-    """A dimension that a slice cuts, or leaves whole.
-
-    Attributes:
-        operation: The slice.
-        before: The parts of the dimension of what is cut.
-        after: The parts of that of the result.
-        place: Where it starts, where it ends, and its stride.
-    """
-
-    operation: Operation
-    before: Parts
-    after: Parts
-    place: tuple[int, int, int]
 
 
 Runs = Mapping[tuple[int, int], Sequence[tuple[int, Parts]]]
@@ -220,31 +204,23 @@ class Facts:
         return tuple(found)
 
     @functools.cached_property
-    def cuts(self) -> tuple[Cut, ...]:
-        """The dimensions that slices cut or leave whole, in the program's order."""
-        dims = self.call.dims
-        return tuple(
-            Cut(each, *of_dim)
-            for each in self.program.operations
-            if each.cuts
-            for of_dim in zip(dims[each.operands[0]], dims[each.results[0]], each.cuts, strict=True)
-        )
-
-    @functools.cached_property
     def runs(self) -> Mapping[AxisClass, Runs]:
         """What is cut out of the major part of dimensions, without the minor ones in both.
 
         Lookups by a number that is known beforehand count too, as unbinding does them.
         """
         found: dict[AxisClass, dict[tuple[int, int], list[tuple[int, Parts]]]] = {}
-        for operation, before, after, (start, end, stride) in self.cuts:
-            minor = before[1:]
-            step, major = length_of(minor), after[: len(after) - len(minor)]
-            is_even = stride == 1 and start % step == end % step == 0
-            if is_even and before != after == (*major, *minor):
-                runs = found.setdefault(before[0], {})
-                cut = operation.results[0], tuple(part for part in major if part.size > 1)
-                runs.setdefault((start // step, end // step), []).append(cut)
+        for operation in (operation for operation in self.program.operations if operation.cuts):
+            values = operation.operands[0], operation.results[0]
+            dims = (self.call.dims[value] for value in values)
+            for before, after, (start, end, stride) in zip(*dims, operation.cuts, strict=True):
+                minor = before[1:]
+                step, major = length_of(minor), after[: len(after) - len(minor)]
+                is_even = stride == 1 and start % step == end % step == 0
+                if is_even and before != after == (*major, *minor):
+                    runs = found.setdefault(before[0], {})
+                    cut = values[1], tuple(part for part in major if part.size > 1)
+                    runs.setdefault((start // step, end // step), []).append(cut)
         given = self.from_inputs | self.from_weights
         for lookup in self.lookups:
             shape = self.program.values[lookup.index].shape
@@ -263,11 +239,11 @@ class Facts:
             last: The number of an operation: those behind it are not looked at.
         """
         start = [value for value in values if value is not None]
-        return set(_walk(start, lambda each: self._made_of(each, lambda one: one.number <= last)))
+        return set(walk(start, lambda each: self._made_of(each, lambda one: one.number <= last)))
 
     def after(self, value: int, until: Container[str]) -> Iterator[Operation]:
         """The operations that a value comes to, the nearest first, those of some kinds last."""
-        for each in _walk(
+        for each in walk(
             [value], lambda each: self._made_of(each, lambda one: one.kind not in until), _FAR
         ):
             yield from self.users.get(each, ())
@@ -292,16 +268,11 @@ class Facts:
             found = sources_of(maker)
             return found if maker.kind != FLOW or len(found) == 1 else ()
 
-        return _walk([value], sources, _FAR)
+        return walk([value], sources, _FAR)
 
-    def kinds_before(self, value: int, until: Container[int] = ()) -> Set[str]:
-        """The kinds of the operations that a value is computed by, back to ``until``."""
-        return {self.makers[v].kind for v in self.before(value, until) if v in self.makers}
-
-    @functools.cached_property
-    def mixed(self) -> Set[int]:
-        """The values that comparisons make, or operations that take elements from other places."""
-        return {value for value, each in self.makers.items() if not _is_element_wise(each)}
+    def kinds_before(self, value: int) -> Set[str]:
+        """The kinds of the operations that a value is computed by."""
+        return {self.makers[v].kind for v in self.before(value) if v in self.makers}
 
     def nearest_products(self, value: int) -> Sequence[Product]:
         """The products that a value is computed from, with none in between."""
@@ -334,15 +305,8 @@ class Facts:
             scaled = [one for one in maker.operands if one in self.from_inputs]
             return scaled if maker.kind in _SCALES and len(scaled) == 1 else ()
 
-        found = _walk([value], sources)
+        found = walk([value], sources)
         return (self.makers[each] for each in found if each in self.makers and not sources(each))
-
-
-def _is_element_wise(operation: Operation) -> bool:
-    rule = operation.rule
-    if operation.kind in _FORMS or rule is None or operation.kind == "stablehlo.compare":
-        return operation.kind in _FORMS
-    return {*rule.operands} <= {(), rule.results[0]} and not rule.replicated
 
 
 def sources_of(operation: Operation | None) -> Sequence[int]:
@@ -352,18 +316,3 @@ def sources_of(operation: Operation | None) -> Sequence[int]:
     if operation.kind == FLOW and len(operation.operands) > 1:
         return [each for each in operation.operands if each not in operation.results]
     return operation.operands
-
-
-def _walk(
-    start: Iterable[int], following: Callable[[int], Iterable[int]], most: float = math.inf
-) -> Iterator[int]:
-    """Some values and those that follow them, each once, the nearest first."""
-    seen = dict.fromkeys(start)
-    waiting = collections.deque(seen)
-    while waiting:
-        value = waiting.popleft()
-        yield value
-        for each in following(value) if len(seen) < most else ():
-            if each not in seen:
-                seen[each] = None
-                waiting.append(each)

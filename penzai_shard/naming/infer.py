@@ -88,10 +88,10 @@ def infer_names(
     """
     overrides = {} if overrides is None else overrides
     check_names("infer_names", overrides)
-    call = trace_call(function, params, *inputs, input_names=input_names, called="infer_names")
+    call = trace_call(function, params, *inputs, input_names=input_names)
     found = name_classes(Facts(call))
     known = {**found.names}
-    parts = _find_parts(call.weights, {part: name for part, (name, _) in known.items()})
+    parts = _find_parts(call.weights)
     for part, name in _read_overrides(overrides, call.weights, parts).items():
         if part not in known or known[part][0] != name:
             known[part] = (name, "an override says so")
@@ -111,26 +111,13 @@ def infer_names(
     return InferredNames(dims, axes)
 
 
-def _find_parts(
-    weights: Sequence[CalledArray], names: Mapping[AxisClass, Hashable]
-) -> dict[str, tuple[Parts, ...]]:
-    """What the dimensions of each weight are products of.
-
-    Of one that the program does not use what has a name in all weights that it uses in its place.
-    """
-    equal: dict[Any, list[tuple[Parts, ...]]] = collections.defaultdict(list)
-    for weight in weights:
-        if weight.parts:
-            equal[fold_key(weight.path), weight.shape].append(weight.parts)
-    found, numbers = {}, itertools.count(-1, -1)
-    for weight in weights:
-        new = tuple((AxisClass(next(numbers), size),) for size in weight.shape)
-        used = equal[fold_key(weight.path), weight.shape] or [new]
-        is_one = len({tuple(tuple(map(names.get, parts)) for parts in dims) for dims in used}) == 1
-        pairs = zip(used[0], new, strict=True)
-        copied = (old if is_one and names.keys() >= {*old} else own for old, own in pairs)
-        found[weight.path] = weight.parts or tuple(copied)
-    return found
+def _find_parts(weights: Sequence[CalledArray]) -> dict[str, tuple[Parts, ...]]:
+    """What the dimensions of each weight are products of; of unused ones, of themselves."""
+    numbers = itertools.count(-1, -1)
+    return {
+        each.path: each.parts or tuple((AxisClass(next(numbers), n),) for n in each.shape)
+        for each in weights
+    }
 
 
 def _read_overrides(

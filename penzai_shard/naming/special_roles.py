@@ -1,8 +1,7 @@
 """Names experts, and tells apart residual streams that nothing ties."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence, Set
 
 from penzai_shard.naming.class_names import ClassNames
 from penzai_shard.naming.facts import DOT, PRODUCTS, Classes, Facts
@@ -88,13 +87,6 @@ def _of_chosen(facts: Facts, order: Operation) -> Classes:
 # Streams
 
 
-class _Words(NamedTuple):
-    """What tells streams apart in paths: at one place of them, a word for each stream."""
-
-    place: int
-    streams: Mapping[tuple[str, ...], AxisClass]
-
-
 def tell_streams_apart(facts: Facts, names: ClassNames) -> None:
     """Gives residual streams that nothing ties names of their own, by a word in their paths.
 
@@ -105,14 +97,13 @@ def tell_streams_apart(facts: Facts, names: ClassNames) -> None:
     streams stay open, and with them what their blocks have.
     """
     streams = sorted(names.with_role("embedding"))
-    words = _find_words(facts, streams) if len(streams) > 1 else None
-    if words is not None:
-        for word, stream in words.streams.items():
-            label = "_".join(word)
+    labels = _find_labels(facts, streams) if len(streams) > 1 else {}
+    if labels:
+        for stream, label in labels.items():
             reason = f"blocks under {label!r} have a residual stream that nothing ties to others"
             names.give_name(stream, f"{label}_embedding", reason)
-        for part, stream in _find_owners(facts, names, words):
-            label = next("_".join(word) for word, each in words.streams.items() if each == stream)
+        for part, stream in _find_owners(facts, names, labels.keys()):
+            label = labels[stream]
             reason = f"{names.reasons[part]}, of the stream of {label!r}"
             names.give_name(part, f"{label}_{names.roles[part]}", reason)
         return
@@ -131,7 +122,7 @@ def tell_streams_apart(facts: Facts, names: ClassNames) -> None:
             names.take_role(part, "it is of a residual stream that is not decided")
 
 
-def _find_words(facts: Facts, streams: Sequence[AxisClass]) -> _Words | None:
+def _find_labels(facts: Facts, streams: Sequence[AxisClass]) -> dict[AxisClass, str]:
     """A word for each stream, which stands at one place of the paths of most of its weights."""
     paths = {
         stream: [
@@ -144,35 +135,29 @@ def _find_words(facts: Facts, streams: Sequence[AxisClass]) -> _Words | None:
     for place in range(max((len(path) for own in paths.values() for path in own), default=0)):
         found = {}
         for stream, own in paths.items():
-            counts = collections.Counter(_word(path, place) for path in own if len(path) > place)
-            word, count = next(iter(counts.most_common(1)), ((), 0))
-            if 2 * count > len(own) and "_".join(word).isidentifier():
-                found[word] = stream
-        if len(found) == len(streams):
-            return _Words(place, found)
-    return None
+            words = (_word(path, place) for path in own if len(path) > place)
+            for word, count in collections.Counter(words).most_common(1):
+                if 2 * count > len(own) and word.isidentifier():
+                    found[stream] = word
+        if len({*found.values()}) == len(streams):
+            return found
+    return {}
 
 
-def _word(path: Sequence[str], place: int) -> tuple[str, ...]:
+def _word(path: Sequence[str], place: int) -> str:
     """What stands at a place of a path; a number together with what is numbered."""
-    return tuple(path[max(place - 1, 0) if path[place].isdigit() else place : place + 1])
+    return "_".join(path[max(place - 1, 0) if path[place].isdigit() else place : place + 1])
 
 
 def _find_owners(
-    facts: Facts, names: ClassNames, words: _Words
+    facts: Facts, names: ClassNames, streams: Set[AxisClass]
 ) -> Iterator[tuple[AxisClass, AxisClass]]:
-    """The classes that belong to one stream only, each with the stream.
+    """The classes that belong to one stream only, as their weights have no other: with the stream.
 
-    Their weights have no other stream; or, as with what a decoder makes of an encoder's stream, the
-    paths of all their weights have the word of one stream.
+    What a decoder makes of an encoder's stream belongs to none.
     """
-    streams = frozenset(words.streams.values())
     for part, role in list(names.roles.items()):
         weights = facts.in_weights.get(part, ())
-        owners = {stream for each in weights for stream in streams.intersection(each.classes)}
-        if len(owners) > 1:
-            paths = [pattern_parts(each.path) for each in weights]
-            own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
-            owners = {words.streams[word] for word in own if own <= words.streams.keys()}
+        owners = {stream for each in weights for stream in streams & {*each.classes}}
         if role not in _COMMON and len(owners) == 1:
             yield part, owners.pop()

@@ -83,7 +83,6 @@ def trace_call(
     params: Any,
     *inputs: Any,
     input_names: Sequence[AxisNames | None] = OF_TOKENS,
-    called: str = "trace_call",
 ) -> Call:
     """Traces a call, and ties the dimensions in its program.
 
@@ -93,7 +92,6 @@ def trace_call(
         inputs: Trees of further arguments.
         input_names: The logical axes of each input, None for one that is not known; an input's own
             names win. By default the first input has tokens, batch and seq.
-        called: The function that was called, for messages.
 
     Raises:
         RuleTypeError: Arguments do not fit; all of them are in it.
@@ -105,7 +103,7 @@ def trace_call(
     >>> [each.path for each in call.weights], call.weights[0].parts[0] == call.inputs[0].parts[1]
     (['up'], True)
     """
-    problems = Problems(f"{called} cannot trace this call:")
+    problems = Problems("infer_names cannot trace this call:")
     trees = [_flatten(tree, problems) for tree in (params, *inputs)]
     _check_function(function, params, problems)
     names = _read_input_names(input_names, [leaves for leaves, _ in trees[1:]], problems)

@@ -718,7 +718,7 @@ MODELS = {
     "T5": (t5, 33),
     "T5, its gradients": (lambda: gradients(t5()), 33),
     "BERT": (bert, 17),
-    "ViT": (vit, 16),
+    "ViT": (vit, 15),
     "scanned": (scanned, 9),
     "scanned, its gradients": (lambda: gradients(scanned()), 9),
     "experts for all tokens": (lambda: mixture(all_experts), 16),
