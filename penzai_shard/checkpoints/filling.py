@@ -27,8 +27,7 @@ from penzai_shard.processes.agreement import gather
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
-Read = Callable[..., np.ndarray]
-"""What ``Store.read`` is."""
+Read = Callable[..., np.ndarray]  # As Store.read.
 
 PIECE_BYTES = 2**20
 _BATCH_BYTES, _MOST_THREADS = 64 * 2**20, 8

@@ -18,8 +18,8 @@ from penzai_shard.checkpoints.records import ArrayRecord
 from penzai_shard.errors import Problem, Problems
 from penzai_shard.paths import fold_key, fold_paths, matches, nearest, pattern_parts, rename
 
+# What the paths of a train state's parameters begin with, and of what its optimizer keeps.
 PARAMETERS, OPTIMIZER = "params/", "opt_state/"
-"""What the paths of a train state's parameters begin with, and of what its optimizer keeps."""
 
 _MOST_SUGGESTIONS = 100
 # Kinds of problems that ``allow`` lets through.
@@ -34,28 +34,57 @@ _BLOCK = re.compile(r"(?<![^./\[\]])block_(\d+)(?![^./\[\]])")
 # Options
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Options:
     """What may differ between what is stored and what is wanted, and which arrays are asked for.
 
-    Attributes:
+    Args:
+        called: The function that was called, for messages.
         allow: Kinds of problems that are none here.
         rename_axes: The wanted name of a stored logical axis.
         names: The wanted path of a stored path or pattern, of which the first that fits decides;
             None leaves the array in the checkpoint.
-        only: Patterns of the wanted paths that are asked for; ``("**",)`` for all.
-        keeps_others: Whether what is not asked for, or if all is, not stored, keeps its values.
+        only: Patterns of the wanted paths that are asked for; None for all.
+        others: ``"keep"`` if what is not asked for, or if all is, not stored, keeps its values.
         axes: The logical axes of stored arrays by pattern, of which the first that fits decides;
             other arrays without names get the wanted ones in the order that their lengths tell, and
             are refused if several fit. If it is None, arrays without names are compared by shape.
+        verify: Whether numbers are compared with their checksums.
+        more: Other options of the function, as ``check_arguments`` takes them.
+
+    Raises:
+        RuleTypeError: Some cannot be read; all of them are in it.
     """
 
-    allow: tuple[str, ...]
-    rename_axes: Mapping[str, str]
-    names: Mapping[str, str | None]
-    only: tuple[str, ...]
-    keeps_others: bool
-    axes: Mapping[str, Sequence[str | None]] | None = None
+    called: str
+    allow: Any = ()
+    rename_axes: Any = None
+    names: Any = None
+    only: Any = None
+    others: Any = "error"
+    axes: Any = None
+    verify: Any = True
+    more: dataclasses.InitVar[Mapping[str, tuple[Any, bool, str]] | None] = None
+
+    def __post_init__(self, more: Mapping[str, tuple[Any, bool, str]] | None) -> None:
+        words, patterns = (
+            tuple(x) if isinstance(x, list | tuple | set) else () if x is None else (x,)
+            for x in (self.allow, self.only)
+        )
+        is_known, rules = {*map(str, words)} <= {*_WORDS}, "{'stored': 'wanted'}"
+        is_map, is_word = isinstance(self.axes, Mapping | None), self.others in ("error", "keep")
+        checks = {
+            "allow": (self.allow, is_known, f"allow='cast', or several of {_WORDS}"),
+            "only": (self.only, _are_texts(patterns), "only='**/weights'"),
+            "rename_axes": (self.rename_axes, _are_rules(self.rename_axes), f"rename_axes={rules}"),
+            "names": (self.names, _are_rules(self.names), f"names={rules}"),
+            "axes": (self.axes, is_map, "axes={'stored': ('axis', None)}"),
+            "others": (self.others, is_word, "others='error' or 'keep'"),
+            "verify": (self.verify, isinstance(self.verify, bool), "verify=True or False"),
+        }
+        errors.check_arguments(self.called, checks | dict(more or {}))
+        self.allow, self.only = words, patterns or ("**",)
+        self.rename_axes, self.names = self.rename_axes or {}, self.names or {}
 
     def asks_for(self, path: str) -> bool:
         """Whether an array is asked for."""
@@ -80,46 +109,6 @@ def _suggest(name: str, known: Iterable[Any]) -> str:
     known = [*dict.fromkeys(map(fold_key, known) if "*" in name else known)]
     near = known[0] if len(known) == 1 else nearest(name, known)
     return f"Write {near!r}." if near else ""
-
-
-def read_options(
-    called: str,
-    *,
-    allow: Any = (),
-    rename_axes: Any = None,
-    names: Any = None,
-    only: Any = None,
-    others: Any = "error",
-    axes: Any = None,
-    verify: Any = True,
-    more: Mapping[str, tuple[Any, bool, str]] | None = None,
-) -> Options:
-    """Reads the options of a function that restores; see ``restore_params``.
-
-    Args:
-        called: The function, for messages.
-        more: Other options of it, as ``check_arguments`` takes them.
-
-    Raises:
-        RuleTypeError: Some cannot be read; all of them are in it.
-    """
-    words, chosen = (
-        tuple(x) if isinstance(x, list | tuple | set) else () if x is None else (x,)
-        for x in (allow, only)
-    )
-    rules = "{'stored': 'wanted'}"
-    checks = {
-        "allow": (allow, {*map(str, words)} <= {*_WORDS}, f"allow='cast', or several of {_WORDS}"),
-        "only": (only, _are_texts(chosen), "only='**/weights'"),
-        "rename_axes": (rename_axes, _are_rules(rename_axes), f"rename_axes={rules}"),
-        "names": (names, _are_rules(names), f"names={rules}"),
-        "axes": (axes, isinstance(axes, Mapping | None), "axes={'stored': ('axis', None)}"),
-        "others": (others, others in ("error", "keep"), "others='error' or 'keep'"),
-        "verify": (verify, isinstance(verify, bool), "verify=True or False"),
-    }
-    errors.check_arguments(called, checks | dict(more or {}))
-    patterns = chosen or ("**",)
-    return Options(words, rename_axes or {}, names or {}, patterns, others == "keep", axes)
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -164,7 +153,7 @@ def match(
     """
     matching = _Matching(stored, wanted, options, holder)
     chosen = set(options.choose(wanted))
-    kept = set(own) if options.keeps_others else set()
+    kept = set(own) if options.others == "keep" else set()
     sources: dict[str, Source] = {}
     missing: list[str] = []
     for path, record in wanted.items():
@@ -241,7 +230,7 @@ class _Matching:
         return {**stored, **named}
 
     def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
-        new: dict[Any, str] = dict(self.options.rename_axes)
+        new: dict[Any, str] = self.options.rename_axes
         known = {name for r in stored.values() for name in r.names or () if name}
         for old in [name for name in new if name not in known]:
             what = f"rename_axes: no stored array has logical axis {old!r}"

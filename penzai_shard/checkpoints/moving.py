@@ -21,7 +21,7 @@ from penzai_shard.arrays.kinds import is_key_type, is_struct, itemsize
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import parameters
 from penzai_shard.checkpoints.filling import Bounds, Source, find_bounds, refuse_numbers
-from penzai_shard.checkpoints.matching import match, read_options
+from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.errors import Problem
@@ -87,8 +87,7 @@ def move(
     >>> moved["blocks/w"].data_array.sharding.spec
     P(None, 'data')
     """
-    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
-    options = read_options(_CALLED, only=only, others=others, **tolerance)
+    options = Options(_CALLED, allow, rename_axes, names, only, others)
     given, _ = parameters.read_tree(_CALLED, tree)
     leaves, structure = parameters.read_tree(_CALLED, into)
     is_state, headline = parameters.is_train_state(given), "these values do not fit into the tree:"

@@ -17,7 +17,7 @@ from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.checkpoints.filling import Source
-from penzai_shard.checkpoints.matching import OPTIMIZER, PARAMETERS, Options, match, read_options
+from penzai_shard.checkpoints.matching import OPTIMIZER, PARAMETERS, Options, match
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record, read_manifest
 from penzai_shard.checkpoints.restoring import read_arrays
 from penzai_shard.checkpoints.saving import begin_save
@@ -180,7 +180,7 @@ def save_params(path: Any, model: Any, *, only: Any = None, overwrite: bool = Fa
     (P('data',), 8.0)
     """
     called = "save_params"
-    options = read_options(called, only=only)
+    options = Options(called, only=only)
     parameters = parameters_of(read_tree(called, model)[0])
     chosen = set(options.choose([leaf.path for leaf in parameters]))
     saved = [leaf for leaf in parameters if leaf.path in chosen]
@@ -261,11 +261,10 @@ def restore_params(
     {'b': 2, 'a': 8}
     """
     called, relaxed = "restore_params", {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
-    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
-    options = read_options(called, only=only, others=others, **tolerance, verify=verify)
+    options = Options(called, allow, rename_axes, names, only, others, verify=verify)
     leaves, structure = read_tree(called, model)
     layout = read_layout(called, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
-    return restore_tree(called, path, leaves, structure, layout, options, verify)
+    return restore_tree(path, leaves, structure, layout, options)
 
 
 # Any tree
@@ -362,13 +361,11 @@ def find_parameters(
 
 
 def restore_tree(
-    called: str,
     path: Any,
     leaves: Sequence[Leaf],
     structure: Structure,
     layout: Mapping[str, Any],
     options: Options,
-    verify: bool,
     *,
     is_state: bool = False,
     free: Any = (),
@@ -377,13 +374,11 @@ def restore_tree(
     """A tree with the arrays of a checkpoint, read straight onto their devices.
 
     Args:
-        called: The function that was called, for messages.
         path: The checkpoint, or what it holds.
         leaves: The arrays of the tree.
         structure: The rest of the tree.
         layout: The sharding of each array by path.
-        options: See ``match``.
-        verify: Whether to compare checksums.
+        options: See ``match``; and whether to compare checksums.
         is_state: Whether all arrays but constants are read, or parameters only; the tree gets
             copies of its own other arrays.
         free: Arrays that are deleted once the checkpoint is found to fit.
@@ -396,10 +391,10 @@ def restore_tree(
     wanted = [x for x in leaves if x.role != "constant"] if is_state else parameters_of(leaves)
     records = {leaf.path: make_record(leaf) for leaf in wanted}
     others = {leaf.path: leaf.value for leaf in leaves if leaf.path not in records}
-    run_inputs(others, called)
+    run_inputs(others, options.called)
     own = paths_with_values(wanted)
 
-    with together("reading what a checkpoint holds"), plain_context(called):
+    with together("reading what a checkpoint holds"), plain_context(options.called):
         manifest = path if isinstance(path, Manifest) else read_manifest(path)
         headline = f"the checkpoint at {manifest.path} does not fit:"
         if manifest.kind in ("params", "tensors") and is_state:
@@ -425,7 +420,7 @@ def restore_tree(
             sharding = layout[leaf.path]
             struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             pairs[leaf.path] = source, struct
-    values: dict[str, Any] = read_arrays(called, manifest, pairs, verify, free)
+    values: dict[str, Any] = read_arrays(manifest, pairs, options, free)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

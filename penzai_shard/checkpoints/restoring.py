@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from penzai_shard.checkpoints.filling import ChecksumStore, Source, fill_arrays
+from penzai_shard.checkpoints.matching import Options
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, read_manifest
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
@@ -17,10 +18,9 @@ from penzai_shard.reports.quantities import bytes_text
 
 
 def read_arrays(
-    called: str,
     manifest: Manifest,
     wanted: Mapping[str, tuple[Source, jax.ShapeDtypeStruct]],
-    verify: bool,
+    options: Options,
     free: Any,
 ) -> dict[str, jax.Array]:
     """Reads arrays onto any devices; with several processes all call it.
@@ -28,11 +28,10 @@ def read_arrays(
     Any of the arrays can be donated. What it cost this process is logged.
 
     Args:
-        called: The function that was called, for messages.
         manifest: What the checkpoint holds.
         wanted: What each array is read from, and the shape, dtype and sharding that it gets.
             Without a sharding it goes to the default device.
-        verify: Whether numbers are compared with the checksums that were saved. All numbers of a
+        options: Whether numbers are compared with the checksums that were saved. All numbers of a
             stored array are read for that, also where only a part of them is wanted.
         free: A tree of arrays that are deleted once the checkpoint is found to fit.
 
@@ -48,8 +47,8 @@ def read_arrays(
         for name, (_, struct) in wanted.items()
         if struct.sharding and not struct.sharding.is_fully_addressable
     }
-    agreement.refuse_differences(called, spread)
-    with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
+    agreement.refuse_differences(options.called, spread)
+    with agreement.together("reading the arrays of a checkpoint"), plain_context(options.called):
         # In one order in all processes. Arrays without elements have an entry only.
         names = sorted({name for source, _ in wanted.values() for name in source.stored})
         records = {name: manifest.records[name] for name in names}
@@ -62,7 +61,7 @@ def read_arrays(
         # Random keys are read as their numbers, and made again.
         record_of = {name: records[source.stored[0]] for name, (source, _) in wanted.items()}
         pairs = {name: _read_as_numbers(*x, record_of[name]) for name, x in wanted.items()}
-        checked = [name for name in full if verify and records[name].values]
+        checked = [name for name in full if options.verify and records[name].values]
         shapes = {name: records[name].stored_shape for name in checked}
         store = ChecksumStore(manifest.store, shapes)
         arrays = fill_arrays(pairs, store)
@@ -71,7 +70,7 @@ def read_arrays(
         changed = {name: what for name in checked if found[name] != records[name].values}
         refuse_damage(manifest.path, changed)
         # Without checksums nothing else tells that some arrays are of one save, some of another.
-        if not verify and read_manifest(manifest.path).records != manifest.records:
+        if not options.verify and read_manifest(manifest.path).records != manifest.records:
             refuse_damage(manifest.path, {"": "it was replaced while it was read"})
         landed = sum(array.nbytes for array in arrays.values())
         sizes = map(bytes_text, (landed, store.bytes_read))

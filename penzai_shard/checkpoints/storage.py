@@ -27,8 +27,8 @@ from penzai_shard.errors import (
 )
 
 PLAIN_METADATA = "_METADATA"
+# The directory of what Orbax saves under no other name, as this library does.
 STATE = "state"
-"""The directory of what Orbax saves under no other name, as this library does."""
 
 _WRITE_BYTES = 128 * 2**20
 # A chunk is what must be unpacked to read one of its numbers.
@@ -207,10 +207,8 @@ def read_object(url: str, name: str) -> bytes:
     try:
         return bytes(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result()[name])
     except Exception as error:  # TensorStore raises whatever its drivers raise.
-        # Of what is not there it says nothing else.
-        is_absent = isinstance(error, KeyError)
-        what = "it is not there" if is_absent else f"{type(error).__name__} {shorten(error)}"
-        problem = Problem(url, f"reading {name} fails: {what}", "Copy a checkpoint's folder there.")
+        what = f"reading {name} fails: {type(error).__name__} {shorten(error)}"
+        problem = Problem(url, what, "Copy the folder of a checkpoint there.")
         raise CheckpointNotFoundError("there is no checkpoint:", [problem]) from error
 
 

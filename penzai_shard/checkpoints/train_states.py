@@ -7,7 +7,7 @@ paths, and those that an optimizer keeps have the logical axes of their paramete
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penzai_shard.checkpoints.matching import OPTIMIZER, read_options
+from penzai_shard.checkpoints.matching import OPTIMIZER, Options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
 from penzai_shard.meshes import AnyMesh
@@ -105,12 +105,11 @@ def restore_train_state(
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
     """
     called = "restore_train_state"
-    options = read_options(called, allow=allow, rename_axes=rename_axes, names=names, verify=verify)
+    options = Options(called, allow, rename_axes, names, verify=verify)
     leaves, structure = read_tree(called, train_state)
     relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     layout = read_layout(called, train_state, mesh, rules, axis_name_to_mesh_name, **relaxed)
     if optimizer_rules is not None:
         others = read_layout(called, train_state, mesh, optimizer_rules, **relaxed)
         layout |= {path: others[path] for path in others if path.startswith(OPTIMIZER)}
-    parts = called, path, leaves, structure, layout, options, verify
-    return restore_tree(*parts, is_state=True, free=free)
+    return restore_tree(path, leaves, structure, layout, options, is_state=True, free=free)

@@ -329,6 +329,7 @@ _NEOX_BLOCK = {
     "attention.dense.bias": "attention/output/AddBias.bias: embedding",
 }
 
+# The families that are known, as ``ModelConfig.family`` has them.
 FAMILIES: Mapping[str, Family] = {
     "Llama": Family(_build_llama, _LLAMA, _BLOCK),
     "Mistral": Family(_build_llama, _LLAMA, _BLOCK),
@@ -338,7 +339,6 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma 3 with images": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, 1.0, "language_model."),
     "GPT-NeoX": Family(_build_neox, _NEOX, _NEOX_BLOCK, blocks="gpt_neox.layers.{}."),
 }
-"""The families that are known, as ``ModelConfig.family`` has them."""
 
 
 # Reading tables

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from penzai_shard.checkpoints.filling import Source, Store, read_checksum
-from penzai_shard.checkpoints.matching import Options, match, read_options
+from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
 from penzai_shard.checkpoints.tensor_files import FRACTIONS
@@ -117,7 +117,7 @@ def load_safetensors(
     """
     flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
     building: dict[str, Any] = {**flags, "vocabulary": vocabulary}
-    filling = {"names": names, "axes": axes or {}, "rename_axes": rename_axes, "others": others}
+    filling = {"rename_axes": rename_axes, "names": names, "others": others, "axes": axes or {}}
     dtype, known = families.name_dtype(dtype), families.DTYPES if into is None else FRACTIONS
     checks = {"dtype": (dtype, dtype in (None, *known), families.DTYPE_FIX)}
     # Some options are those of models that are built, others of models that are filled.
@@ -126,7 +126,7 @@ def load_safetensors(
         useless = {**filling, "others": others != "error"}
     fix = f"it only {'with' if into is None else 'without'} into="
     checks |= {name: (value, not value, fix) for name, value in useless.items()}
-    options = read_options(_CALLED, allow=allow, **filling, verify=verify, more=checks)
+    options = Options(_CALLED, allow, **filling, verify=verify, more=checks)
 
     find: Any = match
     with together("looking for weights and their configuration"):
@@ -152,7 +152,7 @@ def load_safetensors(
         ]
     relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     layout = read_layout(_CALLED, into, mesh, rules, axis_name_to_mesh_name, **relaxed)
-    return restore_tree(_CALLED, manifest, leaves, structure, layout, options, verify, find=find)
+    return restore_tree(manifest, leaves, structure, layout, options, find=find)
 
 
 def _match_tensors(

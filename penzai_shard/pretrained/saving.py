@@ -32,8 +32,8 @@ _CALLED = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NO_CHECKSUM = "0" * 16  # As long as one.
 Records = Mapping[str, ArrayRecord]
+# An array that goes into a tensor: its path, its source, and which of that one's tensors it is.
 Part = tuple[str, Source, int]
-"""An array that goes into a tensor: its path, its source, and which of that one's tensors it is."""
 
 _OTHER_CONFIG = "Give config= the configuration of this model."
 

@@ -7,7 +7,7 @@ import pytest
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.checkpoints.matching import match, read_options
+from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.records import ArrayRecord
 from tests.checkpoints.trees import numbers, refused_kinds
 from tests.refusals import problems_of, refused
@@ -72,7 +72,7 @@ def paths_filled(stored, wanted, names):
     """The stored paths of each wanted array."""
     record = ArrayRecord((2,), "float32", ("a",))
     sides = [dict.fromkeys(paths, record) for paths in (stored, wanted)]
-    found = match(*sides, read_options("", names=names, allow="extra"), headline="")
+    found = match(*sides, Options("", "extra", names=names), headline="")
     return {path: source.stored[0] for path, source in found.items()}
 
 

@@ -208,9 +208,9 @@ def test_restore_params_refuses_what_is_replaced_meanwhile(tmp_path, monkeypatch
     def save(value):
         pzs.save_params(path, {"v": jnp.ones(8) * value, "w": NUMBERS[value]}, overwrite=True)
 
-    def replace_and_read(*args, **options):
+    def replace_and_read(*args):
         save(2)
-        return read_arrays(*args, **options)
+        return read_arrays(*args)
 
     save(1)
     with monkeypatch.context() as patch:

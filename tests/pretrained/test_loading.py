@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors
 from penzai import pz
 
 import penzai_shard as pzs
@@ -113,15 +112,6 @@ def test_load_refuses_all_that_is_wrong_by_option(llama, options, fixes):
     problems = refused(pzs.RuleTypeError, load, llama, **options)
     assert problems.keys() == fixes.keys()
     assert all(fix in problems[path].fix for path, fix in fixes.items())
-
-
-def test_load_reads_each_header_once(llama, monkeypatch):
-    opened, open_file = [], safetensors.safe_open
-    monkeypatch.setattr(
-        safetensors, "safe_open", lambda *a, **k: opened.append(a) or open_file(*a, **k)
-    )
-    load(llama)
-    assert len(opened) == 1
 
 
 def test_load_says_what_is_at_the_path(tmp_path):

@@ -14,7 +14,6 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard import MeshError, PlanError, RuleTypeError, ShardingError
 from tests.models import MODELS
-from tests.refusals import problems_of
 from tests.training import losses
 from tests.training.losses import KEY, W, X, batch, initial, layout, loss_fn, paths_of
 
@@ -249,13 +248,6 @@ def test_errors_of_the_user_pass_through_unchanged():
         pzs.build_train_step_fn(failing)(initial(), x=batch())
     assert len(calls) == 1
     assert caught.value.__cause__ is None
-
-
-def test_fixes_say_what_fits():
-    problems = problems_of(ShardingError, run, accumulate_steps=3)
-    assert problems[0].fix == "Give a multiple of 3."
-    problems = problems_of(ShardingError, build(), initial(), x=batch(), y=batch())
-    assert "step(state, x=x), or def loss_fn(model, rng, state, x, y)" in problems[0].fix
 
 
 def test_a_failed_step_takes_nothing():
