@@ -16,6 +16,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"penzai_shard {release}"
 html_static_path = ["_static"]
+html_show_copyright = False
 html_css_files = ["pages.css"]
 
 # The outputs in the notebooks are those that a test has checked.
