@@ -18,7 +18,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require, warn_caller
 from penzai_shard.layers.remat import POLICIES
 from penzai_shard.layouts import axis_roles
-from penzai_shard.layouts.computing import compute_by_rules
+from penzai_shard.layouts.activation_rules import compute_by_rules
 from penzai_shard.layouts.edits import RecipeMaker
 from penzai_shard.layouts.presets import TABLES, LayoutPresets, add_unknown
 from penzai_shard.layouts.toml_file import LayoutFiles
@@ -365,13 +365,10 @@ def _find_whole(plan: ShardingPlan) -> list[str]:
     """Warns of arrays that the mesh does not divide, if much of the memory is theirs."""
     rule = next((rule for rule in plan.rules.rules if rule.logical_axis is None), IDENTITY)
     parts = specs.part_count(rule.mesh_axes, plan.mesh.shape)
-    whole = []
-    for leaf in plan.leaves:
-        is_asked = leaf.shape and (leaf.names is not None or rule.unnamed)
-        is_split = not {*rule.mesh_axes}.isdisjoint(jax.tree.leaves(tuple(leaf.spec or ())))
-        if is_asked and not is_split and math.prod(leaf.shape) >= rule.min_size:
-            whole.append(leaf)
-    lost = sum(leaf.bytes_per_device for leaf in whole)
+    large = [x for x in plan.leaves if x.shape and math.prod(x.shape) >= rule.min_size]
+    asked = [leaf for leaf in large if leaf.names is not None or rule.unnamed]
+    whole = [leaf for leaf in asked if leaf.bytes_per_device == leaf.total_bytes]
+    lost = sum(leaf.total_bytes for leaf in whole)
     if parts == 1 or lost <= 0.1 * plan.bytes_per_device:
         return []
 

@@ -8,7 +8,7 @@ all-reduce; under ZeRO-1 each device updates its own part.
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding
 
 from penzai_shard.arrays.structure import Named, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, ShardingError, require
-from penzai_shard.layers.manual import fold_rng_over_axis, vary_over
+from penzai_shard.layers.manual import vary_over
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
-from penzai_shard.training import loss_call
-from penzai_shard.training.loss_call import LossCall, split_microbatches
 from penzai_shard.training.manual_step import refuse_varying, run_per_device
+from penzai_shard.training.microbatches import LossCall, run_microbatches
 from penzai_shard.training.model_parts import Kind
 from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
 
@@ -104,7 +103,7 @@ def run_loss(
             for path, array in wanted.items()
             if call.accumulate_steps > 1
         }
-        return _run_microbatches(call, run_one, _pin(zeros, inside), state, inputs)
+        return run_microbatches(call, run_one, _pin(zeros, inside), state, inputs)
 
     if call.manual_axes:
         given = call, state, shardings.parameters, inputs, run, with_grads
@@ -163,53 +162,6 @@ def update(
         # What the loss function reports under these names stays.
         aux = {name: values[name] for name in metrics} | (aux or {})
     return (after["params"], after["opt_state"], *carry), state.step + 1, aux
-
-
-# Microbatches
-
-
-def _run_microbatches(
-    call: LossCall, function: Callable[..., Any], zeros: Any, state: TrainState, inputs: Any
-) -> Any:
-    """Runs a function of a carry, a key and inputs on one microbatch after the other.
-
-    Args:
-        call: The loss function.
-        function: Gives a loss, its weight and gradients; the next carry, of state variables and the
-            state of the loss function; and outputs.
-        zeros: Gradients of nothing.
-        state: The state.
-        inputs: The inputs of the whole batch.
-
-    Returns:
-        The same as ``function``, with sums of losses, weights and gradients.
-    """
-    rng = jax.random.fold_in(state.root_rng, state.step)
-    if call.manual_axes:
-        rng = fold_rng_over_axis(rng, call.manual_axes)
-    carry, count = (state.state_arrays, state.loss_fn_state), call.accumulate_steps
-    if count == 1:
-        return function(carry, rng, inputs)
-    leaves, structure = flatten(inputs)
-    dims = loss_call.find_examples(call, leaves, count)
-    parts = {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
-    aux_form: Any = None
-
-    def run_one(sums: Any, item: Any) -> Any:
-        nonlocal aux_form
-        (totals, carry), (number, parts) = sums, item
-        given = structure.fill_alike([parts.get(i, leaf.value) for i, leaf in enumerate(leaves)])
-        found, carry, aux = function(carry, jax.random.fold_in(rng, number), given)
-        loss, weight, gradients = found
-        found = loss, 1.0 if weight is None else weight, gradients
-        totals = jax.tree.map(lambda x, own: x + jnp.astype(own, x.dtype), totals, found)
-        aux_form = flatten(aux)
-        return (totals, carry), [leaf.value for leaf in aux_form[0]]
-
-    zero = jnp.zeros((), jnp.float32)
-    sums = jax.tree.map(lambda x: vary_over(x, call.manual_axes), (zero, zero, zeros))
-    (sums, carry), stacks = jax.lax.scan(run_one, (sums, carry), (jnp.arange(count), parts))
-    return sums, carry, loss_call.reduce_outputs(call, aux_form, stacks, place=1)
 
 
 # The loss function

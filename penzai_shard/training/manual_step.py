@@ -24,7 +24,7 @@ from penzai_shard.arrays.structure import flatten, leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, ShardingError
 from penzai_shard.layers import manual
 from penzai_shard.layers.remat import GATHERED
-from penzai_shard.training.loss_call import LossCall, find_examples, reduce_outputs
+from penzai_shard.training.microbatches import LossCall, find_examples, reduce_outputs
 from penzai_shard.training.train_state import TrainState
 
 _WHOLE = PartitionSpec()

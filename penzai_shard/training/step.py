@@ -21,7 +21,7 @@ from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import Problems, ShardingError, check_arguments
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.training import gradient
-from penzai_shard.training.loss_call import LossCall, read_reductions
+from penzai_shard.training.microbatches import LossCall, read_reductions
 from penzai_shard.training.train_state import TrainState, put_on_mesh, read_arrays
 
 _RESERVED = ("model", "rng", "state")

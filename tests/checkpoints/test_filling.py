@@ -113,16 +113,15 @@ def test_fill_arrays_unpacks_each_chunk_once_in_a_process(monkeypatch, chunk, or
 
 
 def test_restore_params_reads_its_files_once(tmp_path):
-    layouts = [NamedSharding(MESH, jax.P(*layout)) for layout in LAYOUTS[:3]]
+    rows, columns = (NamedSharding(MESH, jax.P(*layout)) for layout in LAYOUTS[1:3])
     numbers = np.random.default_rng(0).normal(size=(1024, 1024)).astype("float32")
-    for i, layout in enumerate(layouts):
-        path = pzs.save_params(tmp_path / str(i), {"w": jax.device_put(numbers, layout)})
-        size = sum(file.stat().st_size for file in (tmp_path / str(i)).rglob("*") if file.is_file())
-        for other in layouts:
-            start = read_metric()
-            struct = jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=other)
-            pzs.restore_params(path, {"w": struct})
-            assert read_metric() - start < 1.1 * size
+    path = pzs.save_params(tmp_path / "a", {"w": jax.device_put(numbers, columns)})
+    size = sum(file.stat().st_size for file in (tmp_path / "a").rglob("*") if file.is_file())
+    for layout in (rows, columns):
+        start = read_metric()
+        struct = jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=layout)
+        pzs.restore_params(path, {"w": struct})
+        assert read_metric() - start < 1.1 * size
 
 
 def read_metric():

@@ -211,17 +211,6 @@ def test_blocks_say_where_the_layers_are():
     assert paths == ["up1.weights", "down1.weights"]
 
 
-@pz.pytree_dataclass
-class Parts(pz.nn.Layer):
-    """No sequence, and of no type that a layout knows."""
-
-    first: Block
-    second: Block
-
-    def __call__(self, x, /, **side_inputs):
-        return self.second(self.first(x))
-
-
 @pytest.mark.parametrize(
     "layout", [Layout.fully_sharded(min_size=1), Layout.two_dimensional(min_size=1)]
 )
@@ -245,7 +234,8 @@ def edits_and_gathers(layout, model, mesh):
 
 
 def test_a_model_of_unknown_parts_is_gathered_in_front_of_the_loss():
-    model, layout = Parts(*build_blocks().sublayers), Layout.fully_sharded(min_size=1)
+    # No sequence, and of no type that a layout knows.
+    model, layout = pz.nn.Residual(build_blocks()), Layout.fully_sharded(min_size=1)
     assert edits_and_gathers(layout, model, EIGHT) == (False, True)
     layout = Layout.fully_sharded(min_size=1, blocks=Block)
     assert edits_and_gathers(layout, model, EIGHT) == (True, False)

@@ -236,26 +236,14 @@ def test_gathering_is_for_evaluations():
     assert {*kinds} == {"all-gather", "all-reduce"}
 
 
-class NnxWithState(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.norm = nnx.Linear(16, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.norm(self.up(x)))
-
-
 def test_nnx_with_statistics_and_dropout_is_compiled_once(caplog):
     # JAX looks a program up once more where a random key lies as P() and P(None) by turns, and
     # counts that in _cache_size.
-    def find_loss(model, rng, state, x):
-        return (model(x) ** 2).mean(), state, {}
-
+    (loss_fn, x), mesh = LOSSES["nnx"], pzs.make_mesh({"data": 8})
     layout = Layout.data_parallel(blocks=())
-    options = {"loss_fn": find_loss, "optimizer": optax.sgd(0.1), "on_unnamed": "replicate"}
-    mesh, build = pzs.make_mesh({"data": 8}), lambda: NnxWithState(nnx.Rngs(0))
-    state, step = layout.build(build, mesh=mesh, rng=jax.random.key(0), **options)
-    batch = layout.shard_batch({"x": jnp.ones((8, 16))}, mesh, first_axis="batch")
+    options = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "on_unnamed": "replicate"}
+    state, step = layout.build(MODELS["nnx"], mesh=mesh, rng=jax.random.key(0), **options)
+    batch = layout.shard_batch({"x": x}, mesh, first_axis="batch")
     with jax.log_compiles():
         for _ in range(3):
             state, _ = step(state, **batch)

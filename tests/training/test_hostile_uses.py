@@ -126,7 +126,7 @@ REFUSED = {
         ("aux", "with_loss(lambda m, s, loss: (loss, s, [loss]), step_metrics='loss')"),
         ("loss_fn_state/n", "with_loss(lambda m, s, loss: (loss, {'n': 1}, {}))"),
         ("w", "with_loss(lambda m, s, loss: m.update(w=m['w'] * 2) or (loss, s, {}))"),
-        ("w", "with_loss(lambda m, s, loss: m.update(v=jnp.ones(2)) or (loss, s, {}))"),
+        ("v", "with_loss(lambda m, s, loss: m.update(v=jnp.ones(2)) or (loss, s, {}))"),
         # Microbatches
         ("x", "run(accumulate_steps=3)"),
         ("", "run(accumulate_steps=2, batch_axis=0)"),

@@ -1,4 +1,4 @@
-"""Splits batches for a loss function, and joins what it reports of the parts.
+"""Splits batches for a loss function, runs it on the parts, and joins what it reports of them.
 
 Whether the value of a whole batch is the sum, the mean, or the last of these cannot be seen from an
 array. Floats are averaged, arrays with the batch axis are concatenated; of all else it is said, by
@@ -9,10 +9,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten
 from penzai_shard.errors import Problems, ShardingError, check_arguments
+from penzai_shard.layers.manual import fold_rng_over_axis, vary_over
+from penzai_shard.training.train_state import TrainState
 
 _CONCATENATE = "concatenate"
 # Functions of values along a new first dimension.
@@ -171,3 +174,50 @@ def reduce_outputs(
             values.append(join_examples(stack, dim, place))
     problems.raise_if_any(ShardingError)
     return structure.fill_alike(values)
+
+
+# One after the other
+
+
+def run_microbatches(
+    call: LossCall, function: Callable[..., Any], zeros: Any, state: TrainState, inputs: Any
+) -> Any:
+    """Runs a function of a carry, a key and inputs on one microbatch after the other.
+
+    Args:
+        call: The loss function.
+        function: Gives a loss, its weight and gradients; the next carry, of state variables and the
+            state of the loss function; and outputs.
+        zeros: Gradients of nothing.
+        state: The state.
+        inputs: The inputs of the whole batch.
+
+    Returns:
+        The same as ``function``, with sums of losses, weights and gradients.
+    """
+    rng = jax.random.fold_in(state.root_rng, state.step)
+    if call.manual_axes:
+        rng = fold_rng_over_axis(rng, call.manual_axes)
+    carry, count = (state.state_arrays, state.loss_fn_state), call.accumulate_steps
+    if count == 1:
+        return function(carry, rng, inputs)
+    leaves, structure = flatten(inputs)
+    dims = find_examples(call, leaves, count)
+    parts = {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
+    aux_form: Any = None
+
+    def run_one(sums: Any, item: Any) -> Any:
+        nonlocal aux_form
+        (totals, carry), (number, parts) = sums, item
+        given = structure.fill_alike([parts.get(i, leaf.value) for i, leaf in enumerate(leaves)])
+        found, carry, aux = function(carry, jax.random.fold_in(rng, number), given)
+        loss, weight, gradients = found
+        found = loss, 1.0 if weight is None else weight, gradients
+        totals = jax.tree.map(lambda x, own: x + jnp.astype(own, x.dtype), totals, found)
+        aux_form = flatten(aux)
+        return (totals, carry), [leaf.value for leaf in aux_form[0]]
+
+    zero = jnp.zeros((), jnp.float32)
+    sums = jax.tree.map(lambda x: vary_over(x, call.manual_axes), (zero, zero, zeros))
+    (sums, carry), stacks = jax.lax.scan(run_one, (sums, carry), (jnp.arange(count), parts))
+    return sums, carry, reduce_outputs(call, aux_form, stacks, place=1)
