@@ -25,7 +25,7 @@ from penzai import pz
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.structure import Leaf, leaves_of, read_variables
-from penzai_shard.errors import PlanError
+from penzai_shard.errors import PlanError, Problem
 from penzai_shard.jax_internals import tracing
 from penzai_shard.jax_internals.tracing import ClosedJaxpr, JaxprEqn, Literal
 from penzai_shard.layers import operation_rules as rules
@@ -44,20 +44,9 @@ _OURS, _INSTALLED = pathlib.Path(__file__).parents[1], pathlib.Path(jax.__file__
 _HIDDEN = [_OURS, *map(_INSTALLED.joinpath, ("jax", "numpy", "opt_einsum", "penzai/core"))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixing:
-    """An operation that is not known to treat the elements of a split dimension independently.
-
-    Attributes:
-        operation: The name by which ``assume_independent`` vouches for it.
-        where: The layers that do it, the function if it has a name, and the line in their source.
-        reason: What it does with the dimension.
-    """
-
-    operation: str
-    where: str
-    reason: str
-
+# An operation that is not known to treat the elements of a split dimension independently is a
+# ``Problem``: its path are the layers that do it, the function if it has a name, and the line in
+# their source; its kind is the name by which ``assume_independent`` vouches for it.
 
 # Asking for each axis
 
@@ -79,7 +68,7 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     Returns:
         A report with a row for each logical axis of the inputs: whether parts of it are
         independent, and if not the first operation that mixes them, with its layer and source line.
-        ``report.facts["mixing"]`` has all of them.
+        ``report.facts["mixing"]`` has all of them, as the fields of a ``Problem``.
 
     Raises:
         ShardingError: Arrays are deleted, or something else stands in their place.
@@ -118,9 +107,9 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
             whole = (leaf for leaf in leaves[:first_input] if leaf.role != "state")
             holder = next((leaf.path for leaf in whole if axis in (leaf.names or ())), None)
             found = _judge_axis(axis, length, trace, keys, holder)
-            facts[axis] = [dataclasses.asdict(mixing) for mixing in found]
-            first = found[0] if found else Mixing("", "", "")
-            rows.append((axis, not found, first.operation, first.where, first.reason))
+            facts[axis] = [dataclasses.asdict(problem) for problem in found]
+            first = found[0] if found else Problem("", "")
+            rows.append((axis, not found, first.kind, first.path, first.what))
     free = ", ".join(repr(row[0]) for row in rows if row[1]) or "no axis"
     verdict = f"devices may hold parts of {free} without talking"
     columns = [Column("axis"), Column("independent", "ok"), Column("operation"), Column("where")]
@@ -141,7 +130,7 @@ def _judge_axis(
     trace: Callable[..., ClosedJaxpr],
     keys: Sequence[bool],
     holder: str | None,
-) -> list[Mixing]:
+) -> list[Problem]:
     """What mixes elements of one axis, or why that cannot be said.
 
     Args:
@@ -155,7 +144,7 @@ def _judge_axis(
     # longer one, which exists nowhere.
     divisor = next((d for d in range(2, length + 1) if length % d == 0), 1)
     factors = {1: (4, 1), 4: (1, 1), 2: (2, 1), 4 * divisor: (1, divisor), 4 * length: (1, length)}
-    found: list[Mixing] = []
+    found: list[Problem] = []
     whole = None
     for parts, factor in factors.items():
         try:
@@ -169,14 +158,15 @@ def _judge_axis(
             reason = f"the layer fails at another length ({type(error).__name__}: {text})"
             if holder is not None:
                 reason = f"its {holder!r} has the axis too, and stays whole"
-            return [Mixing("", _write_frames(frames), reason)]
+            return [Problem(_write_frames(frames), reason)]
         if whole is None:
             whole = part
             continue
         drawn, mixing = find_mixing(whole, part, {parts: (axis,)}, keys, random_axes={axis})
         found += mixing
         if any(drawn) and not mixing:
-            found.append(Mixing("random_bits", "", "the output differs between devices at random"))
+            what = "the output differs between devices at random"
+            found.append(Problem("", what, kind="random_bits"))
     return list(dict.fromkeys(found))
 
 
@@ -191,7 +181,7 @@ def find_mixing(
     *,
     random_axes: Set[str] | None = None,
     vouched: Set[str] = frozenset(),
-) -> tuple[list[bool], list[Mixing]]:
+) -> tuple[list[bool], list[Problem]]:
     """Walks two traces of one program in step.
 
     Args:
@@ -227,7 +217,7 @@ class _Walk:
     parts: Mapping[int, tuple[str, ...]]
     random_axes: Set[str] | None
     vouched: Set[str]
-    found: list[Mixing] = dataclasses.field(default_factory=list)
+    found: list[Problem] = dataclasses.field(default_factory=list)
     calls: list[JaxprEqn] = dataclasses.field(default_factory=list)
     order: int = 0
 
@@ -430,13 +420,13 @@ def _form(equation: JaxprEqn | None) -> Any:
 # Saying where an operation is
 
 
-def _locate(chain: Sequence[JaxprEqn], reason: str) -> Mixing:
+def _locate(chain: Sequence[JaxprEqn], reason: str) -> Problem:
     """What is known of an operation, from the calls that lead to it, the operation last."""
     # Those of an operation in a call begin where the function begins that is called.
     frames = [frame for equation in chain for frame in tracing.source_frames(equation)[::-1]]
     functions = [name for equation in chain if (name := _function_name(equation))]
     name = str(chain[-1].primitive.name) if chain else "constant"
-    return Mixing(name, _write_frames(frames, functions[-1:]), reason)
+    return Problem(_write_frames(frames, functions[-1:]), reason, kind=name)
 
 
 def _write_frames(frames: Sequence[_Frame], functions: Sequence[str] = ()) -> str:

@@ -234,12 +234,12 @@ class _Run:
             longer = {n: axes for axes, n in times.items() if n > 1}
             mixing += find_mixing(longest[0], whole[0], longer, self.keys, vouched=vouched)[1]
         # Whoever moves data does not expect to be told what else mixes.
-        collectives = [one for one in mixing if is_collective(one.operation)]
+        collectives = [one for one in mixing if is_collective(one.kind)]
         for one in dict.fromkeys(collectives or mixing):
-            fix = f"Do it outside, map its axis to None, or assume_independent={(one.operation,)}."
+            fix = f"Do it outside, map its axis to None, or assume_independent={(one.kind,)}."
             if collectives:
                 fix = "Write per_device=True: the layer is written for one device's part."
-            problems.add(one.where, f"{one.reason} ({one.operation!r})", fix)
+            problems.add(one.path, f"{one.what} ({one.kind!r})", fix)
         problems.raise_if_any(ManualRegionError)
         # Somebody vouches for it. JAX splits the cotangent of what it does not track among devices
         # that hold the same, and a rule that is not linear, such as a clip, would see a fraction.
