@@ -50,7 +50,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             * False or ``"everything"``: all, n * (C + I);
             * ``"carries"``: the input of each layer, n * C + I; each layer runs forward twice;
             * ``"nested"``: the input of each group of about sqrt(n) layers, the divisor of n that
-              is nearest to it, 2 * sqrt(n) * C + I; each layer runs forward three times;
+              is nearest to it, 2 * sqrt(n) * C + I; each layer runs forward three times. With a
+              prime n it is ``"carries"``;
             * what ``Checkpointed`` takes, for what is kept inside of each layer.
 
     Raises:
@@ -194,15 +195,14 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             is_shared, same_label = behavior is _SHARED, shared.get(variable.label)
             label = str(variable.label)
             arrays = jax.tree.leaves(variable.value, is_leaf=pz.nx.is_namedarray)
-            has_axis = any if is_shared else all
-            if behavior not in (_SHARED, _PER_LAYER):
-                what = f"it does not say how it belongs to the layers of axis {axis!r}"
-                fix = f"Write metadata={{'layerstack_axes': {{{axis!r}: pz.nn.{_SHARED}}}}}."
+            have_axis = [*map(self._is_stacked, arrays)]
+            # A variable of each layer may begin empty.
+            fits = all(have_axis) if behavior is _PER_LAYER else is_shared and not any(have_axis)
+            if not fits:
+                verb, wanted = ("has", _PER_LAYER) if any(have_axis) else ("lacks", _SHARED)
+                what = f"for the axis {axis!r} it says {behavior}, and its value {verb} that axis"
+                fix = f"Write metadata={{'layerstack_axes': {{{axis!r}: pz.nn.{wanted}}}}}."
                 problems.add(label, what, fix)
-            elif has_axis(map(self._is_stacked, arrays)) is is_shared:
-                verb, other = ("has", _PER_LAYER) if is_shared else ("lacks", _SHARED)
-                what = f"it is {behavior.name}, and its value {verb} the axis {axis!r}"
-                problems.add(label, what, f"Make it {other.name}.")
             elif same_label is not None and not (is_shared and same_label is variable):
                 # One of them would get the other's value.
                 problems.add(label, "a side input has the same label", "Give one another label.")
