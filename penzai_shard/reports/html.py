@@ -1,6 +1,7 @@
 """Writes a report as a piece of HTML that needs no script and no other file."""
 
 import html
+import importlib.resources
 from collections.abc import Sequence
 
 from penzai_shard.reports.quantities import plain_text
@@ -9,19 +10,6 @@ from penzai_shard.reports.text import QUANTITIES, is_bad, row_details, table_cel
 from penzai_shard.reports.tree import Node, Tree
 
 _MOST_ROWS = 250
-# The page's own colours are kept, so that dark pages stay dark. Notebooks have a style for cells of
-# tables, hence "!important".
-_STYLE = """<style>
-.pzs {overflow-x: auto; line-height: 1.5} .pzs .bad {color: #e5484d} .pzs .good {color: #2a9d4a}
-.pzs td, .pzs th {text-align: left !important; vertical-align: top; padding: .1em .7em}
-.pzs .number {text-align: right !important; white-space: nowrap}
-.pzs .quiet {opacity: .7} .pzs td.quiet {padding-left: 2em} .pzs span {margin-right: .8em}
-.pzs details > :not(summary) {margin-left: 1.5em}
-.pzs pre {line-height: 1.2; font-family: monospace} .pzs pre span {margin: 0}
-.pzs .bold {font-weight: bold}
-.pzs .cyan {background: #0bc6} .pzs .green {background: #2b46} .pzs .yellow {background: #cb06}
-.pzs .magenta {background: #c3c6} .pzs .blue {background: #46f6} .pzs .red {background: #e446}
-</style>"""
 
 
 def write_table(report: Report) -> str:
@@ -77,4 +65,5 @@ def _section(report: Report, content: str) -> str:
     verdict, *notes = [html.escape(plain_text(text)) for text in (report.verdict, *report.notes)]
     content = f'<div><strong class="{style}">{verdict}</strong></div>{content}'
     content += "".join(f'<div class="quiet">{note}</div>' for note in notes)
-    return f'{_STYLE}<section class="pzs">{content}</section>'
+    css = importlib.resources.files(__package__).joinpath("report.css").read_text("utf-8")
+    return f'<style>{css}</style><section class="pzs">{content}</section>'
