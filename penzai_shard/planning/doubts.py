@@ -31,11 +31,15 @@ def find_doubts(
             found.append(
                 f"rule {rule} matches no logical axis of this tree. Did you mean {near!r}?"
             )
-    asked = _asked_names(rules, mesh_axes)
-    named = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
-    # Rules for activations count where they name an axis, and are not missed where they do not.
-    is_named = not named.union(present).isdisjoint(asked.union(rules.logical_axes))
-    if not found and asked and present and not is_named:
+    # Rules for activations count where they name an axis, and are not missed where they do not; one
+    # for the largest dimension needs no names.
+    asked = [rule for rule in rules.rules if not rule.for_activations]
+    needs_names = not any(rule.logical_axis is None and rule.mesh_axes for rule in asked)
+    is_split = any(rule == IDENTITY or rule.mesh_axes for rule in asked)
+    known = {*rules.logical_axes, *(mesh_axes if IDENTITY in asked else ())}
+    parts = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
+    is_named = not known.isdisjoint(parts.union(present))
+    if present and is_split and needs_names and not (found or is_named):
         names = ", ".join(map(repr, present))
         found.append(
             f"no rule names a logical axis of this tree ({names}), so that every device gets a "
@@ -43,13 +47,3 @@ def find_doubts(
             "rules={} for copies."
         )
     return found
-
-
-def _asked_names(rules: AxisRules, mesh_axes: Collection[str]) -> set[Hashable]:
-    """The names that rules speak of; none if some rule needs no names, or none splits anything."""
-    named = [rule for rule in rules.rules if rule != IDENTITY and not rule.for_activations]
-    if any(rule.logical_axis is None for rule in named):
-        return set()
-    asked = {*mesh_axes} if IDENTITY in rules.rules else set()
-    is_split = asked or any(rule.mesh_axes for rule in named)
-    return asked.union(rule.logical_axis for rule in named) if is_split else set()
