@@ -56,11 +56,9 @@ class Recipe:
             if isinstance(given, Edit | Recipe):
                 taken += given.edits if isinstance(given, Recipe) else [given]
             else:
-                kind = type(given).__name__
-                # Such as jit_root, without its parentheses.
-                fix = (
-                    f"Write {given.__name__}()." if kind == "function" else "Write Recipe(*edits)."
-                )
+                kind, fix = type(given).__name__, "Write Recipe(*edits)."
+                if kind == "function":  # Such as jit_root, without its parentheses.
+                    fix = f"Write {given.__name__}()."
                 problems.add("", f"argument {number} is of type {kind}", fix)
         problems.raise_if_any(RuleTypeError)
         object.__setattr__(self, "edits", tuple(taken))

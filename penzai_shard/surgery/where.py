@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import nearest, pattern_parts
+from penzai_shard.paths import pattern_parts
 from penzai_shard.surgery.inserted import Inserted, Original, find_original, follow
 from penzai_shard.surgery.references import Ref, resolve
 from penzai_shard.surgery.rewriting import Finder, Keys, Refused, is_layer, keys_text
@@ -281,11 +281,9 @@ def make_caller(
     try:
         signature.bind(*[None] * (1 + is_class), **options, **{"path": ""} if takes_path else {})
     except TypeError as error:
-        known = [*signature.parameters][is_class:]
-        unknown = next((name for name in options if name not in known), None)
-        near = nearest(unknown, [*known, "expect", "within", "outside", "nested"])
+        known = ", ".join([*signature.parameters][is_class:])
         what = f"{value_text(function)} does not take a layer with these options: {error}"
-        fix = f"{f'Write {near}=. ' if near else ''}Its arguments are {', '.join(known)}."
+        fix = f"It takes {known}; an edit takes expect=, within=, outside= and nested= besides."
         raise RuleTypeError("an edit:", [Problem("", what, fix)]) from None
 
     def call(node: Any, keys: Keys) -> Any:
