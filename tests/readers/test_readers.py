@@ -14,7 +14,6 @@ from penzai import pz
 
 from penzai_shard.arrays.structure import Named, flatten, leaves_of
 from penzai_shard.readers import Content, register_reader
-from penzai_shard.readers.penzai import make_named
 from tests import models
 
 INIT = nn.initializers.lecun_normal()
@@ -81,13 +80,6 @@ def test_nnx_module_has_names_and_roles():
     assert found["first/kernel"] == (("embed", "mlp"), "parameter")
     assert found["norm/mean"] == (None, "state")
     assert found["dropout/rngs/key"] == ((), "state")
-
-
-@pytest.mark.parametrize("names", [("a", "b"), (None, "b"), ("a", None), (None, None)])
-def test_make_named_has_the_names_and_computes(names):
-    array = make_named(jnp.arange(6.0).reshape(2, 3), names)
-    assert leaves_of(array)[0].names == names
-    assert (array + 1).named_shape == array.named_shape
 
 
 def test_penzai_statistic_tells_the_array_that_it_belongs_to():

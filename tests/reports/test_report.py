@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penzai_shard.errors import SelectionError
-from penzai_shard.reports.report import Column, HasReport, Report
+from penzai_shard.reports.report import Column, Report
 
 PATH = Column("path", "path")
 BYTES = Column("bytes", "bytes")
@@ -193,15 +193,6 @@ def test_largest_sums_up_the_rest():
     assert sum(row["bytes"] for row in rows) == sum(row[3] for row in report.rows)
     with pytest.raises(SelectionError):
         report.largest("byte", 2)
-
-
-def test_value_with_a_report_has_all_views():
-    class Plan(HasReport):
-        def report(self):
-            return plan_report()
-
-    assert repr(Plan()) == str(plan_report())
-    assert Plan().to_json() == plan_report().to_json()
 
 
 def test_truth_is_the_verdict():
