@@ -6,6 +6,12 @@ from penzai_shard.paths import nearest
 from penzai_shard.rules import IDENTITY, AxisRules
 
 
+def _longer_or_shorter(name: Hashable, others: Collection[Hashable]) -> set[Hashable]:
+    """Other names with more words or fewer: "features_out" is another axis than "features"."""
+    words = {other: {*str(other).split("_")} for other in (name, *others)}
+    return {x for x in others if words[x] < words[name] or words[name] < words[x]}
+
+
 def find_doubts(
     rules: AxisRules, present: Collection[Hashable], mesh_axes: Collection[str]
 ) -> list[str]:
@@ -26,7 +32,8 @@ def find_doubts(
     for rule in rules.rules:
         if rule.logical_axis is None or rule.logical_axis in present or rule.for_activations:
             continue
-        near = nearest(rule.logical_axis, set(present) - set(rules.logical_axes))
+        others = set(present) - set(rules.logical_axes)
+        near = nearest(rule.logical_axis, others - _longer_or_shorter(rule.logical_axis, others))
         if near is not None:
             found.append(
                 f"rule {rule} matches no logical axis of this tree. Did you mean {near!r}?"

@@ -201,6 +201,14 @@ def test_make_plan_warns_where_no_rule_names_an_axis_of_the_tree():
         pzs.make_plan(tree, MESH, rules)
 
 
+def test_make_plan_takes_a_name_of_more_words_for_another_axis():
+    # One table of rules for the parameters and the batch of Penzai's own MLP.
+    rules = {"batch": "data", "features_out": "model", "kv_heads": "model"}
+    pzs.make_plan(pz.nx.ones({"batch": 8, "features": 8, "heads": 2}), MESH, rules)
+    with pytest.warns(pzs.ShardingWarning, match="features"):
+        pzs.make_plan(pz.nx.ones({"batch": 8, "features": 8}), MESH, {"feature": "data"})
+
+
 def test_make_plan_notes_a_mesh_axis_that_nothing_is_split_over():
     plan = pzs.make_plan(pz.nx.ones({"a": 8}), MESH, {"a": "data"})
     assert any("'model'" in note for note in plan.report().notes)
