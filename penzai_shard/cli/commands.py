@@ -82,9 +82,8 @@ def lint(
 
     called_with = None if batch is None else inputs.read_shapes(batch)
     set_up = inputs.read_model(model), inputs.read_mesh(mesh), inputs.read_rules(rules)
-    report = find(*set_up, batch=called_with, **modes)
-    print(report.to_json() if as_json else report)
-    sys.exit(int(not report.ok))
+    report = find(*set_up, batch=called_with, **modes).report()
+    _print_report(report, as_json, show_all=True)
 
 
 @penzai_shard.command()

@@ -54,29 +54,7 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
 
 def find_problems(set_up: SetUp) -> Iterator[Finding]:
     """What keeps rules from being read, and arrays from being planned."""
-    unknown = {own.path for own in set_up.problems if own.kind == "unknown"}
-    renamed = {}
-    for table in set_up.given:
-        if (path := table_path(table)) in unknown:
-            renamed[path] = set_up.offer(table, _rename_mesh_axes(set_up, table))
-    for own in set_up.problems:
-        yield Finding(own.path, own.what, renamed.get(own.path) or own.fix, own.kind)
-
-
-def _rename_mesh_axes(set_up: SetUp, table: str) -> list[Rule]:
-    """A table for the mesh axes that were probably meant: near ones, or one that has no rule."""
-    rules, sizes = set_up.given[table].rules, set_up.mesh.shape
-    taken = {axis for rule in rules for axis in rule.mesh_axes}
-    free = next((axis for axis, size in sizes.items() if axis not in taken and size > 1), "")
-    renamed = []
-    for rule in rules:
-        meant = [axis if axis in sizes else nearest(axis, sizes) or free for axis in rule.mesh_axes]
-        changed = dataclasses.replace(rule, mesh_axes=tuple(dict.fromkeys(filter(None, meant))))
-        is_reversed = rule.logical_axis in sizes and {*rule.mesh_axes} <= set_up.logical_axes
-        if is_reversed and rule.mesh_axes:
-            changed = Rule(rule.mesh_axes[0], (str(rule.logical_axis),))
-        renamed.append(changed)
-    return renamed
+    return (Finding(own.path, own.what, own.fix, own.kind) for own in set_up.problems)
 
 
 # Rules for nothing

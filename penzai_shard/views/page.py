@@ -290,9 +290,7 @@ def _find_largest(root: Node, columns: Sequence[str]) -> list[_Share]:
         if is_one or size <= whole / 2:
             return [(path.rstrip("/."), node, size)]
         below = [(path + one.label, one, measure(one)) for one in node.children.values()]
-        rest = size - sum(own for *_, own in below)
-        itself = f"{path.rstrip('/.')} itself"
-        return [(itself, node, rest), *(found for one in below for found in split(*one))]
+        return [found for one in below for found in split(*one)]
 
     skipped = _NOT_RANKED if columns[-1] in root.sums else _NOT_RANKED - {"temporaries"}
     sizes = {name: measure(node) for name, node in root.children.items()}

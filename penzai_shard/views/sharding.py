@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard import specs
 from penzai_shard.arrays.kinds import is_traced, itemsize
@@ -114,11 +114,9 @@ class ShardedArray(HasReport):
         devices = "devices"
         if isinstance(self.sharding, NamedSharding) and self.mesh_axes is not None:
             mesh, unreduced = self.sharding.mesh, self.sharding.spec.unreduced
-            kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-            manual = {axis for axis in kinds if kinds[axis] is AxisType.Manual}
-            taken = {*manual, *unreduced, *itertools.chain(*self.mesh_axes)}
-            free = {axis for axis in kinds if axis not in taken and mesh.shape[axis] > 1}
-            words = {"replicated": free, "manual": manual, "not summed yet": unreduced}
+            taken = {*unreduced, *itertools.chain(*self.mesh_axes)}
+            free = {axis for axis, size in mesh.shape.items() if axis not in taken and size > 1}
+            words = {"replicated": free, "not summed yet": unreduced}
             for word in filter(words.get, words):
                 yield f"{word} over {', '.join(sorted(words[word]))}"
             devices = f"devices of mesh ({mesh_text(mesh)})"

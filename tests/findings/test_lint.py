@@ -60,8 +60,6 @@ def test_what_is_smaller_than_min_bytes_is_no_waste():
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ({"embedding": "data", "neurons": "modle"}, {"embedding": "data", "neurons": "model"}),
-        ({"data": "embedding", "neurons": "model"}, {"embedding": "data", "neurons": "model"}),
         ({"embeding": "data", "neurons": "model"}, {"embedding": "data", "neurons": "model"}),
         ({"embedding": "data", "neuron": "model"}, {"embedding": "data", "neurons": "model"}),
     ],

@@ -118,9 +118,9 @@ def test_keys_and_deleted_arrays_are_drawn_without_their_data():
 
 
 def test_what_is_rare_is_noted():
-    mesh = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Manual, AxisType.Explicit))
+    mesh = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     notes = show_sharding(struct((8,), mesh, P(None, unreduced={"y"}))).report().notes
-    assert [*notes[:2]] == ["manual over x", "not summed yet over y"]
+    assert [*notes[:2]] == ["replicated over x", "not summed yet over y"]
 
 
 Device = collections.namedtuple("Device", "id process_index")
