@@ -33,7 +33,6 @@ STEPS = {
     "tensor_parallel": (Layout.tensor_parallel(), TWO, {}, {}),
     "sequence_parallel": (Layout.sequence_parallel(), TWO, {}, {}),
     "two_dimensional": (Layout.two_dimensional(**SMALL), TWO, {}, {}),
-    "grouped": (Layout.tensor_parallel(), TWO, {"heads": 2, "multiplier": 2}, {}),
     "accumulated": (Layout.fully_sharded(**SMALL), TWO, {}, TWICE),
     "rolled, fully sharded": (Layout.fully_sharded(**SMALL), DATA, {"blocks": 2}, {}),
     "rolled, two dimensions": (Layout.two_dimensional(**SMALL), TWO, {"blocks": 2}, {}),

@@ -14,7 +14,6 @@ BATCH, RULES = {"batch": "data"}, {"batch": "data", "neurons": "model"}
 BY_EMBEDDING = BATCH | {"embedding": "data"}
 BY_SEQ, SEQ = BATCH | {"seq": "model"}, {"seq": "data"}
 TOKENS, LARGE = struct("int32", batch=16, seq=8), struct("int32", batch=2**14, seq=8)
-FSDP = pzs.data_parallel() | pzs.fully_sharded(min_size=1)
 BLOCK, LOOKUP, LINEAR = pz.nn.Residual, pz.nn.EmbeddingLookup, pz.nn.Linear
 
 
@@ -82,10 +81,9 @@ IDLE, IN = "idle constraint", "sublayers/"
 BEHIND = {"seq": "data", "batch": "data"}
 ODD_FEATURES = struct(batch=6, embedding=16)
 LENGTHS = BATCH | {"lengths": "model"}
-ODD_BATCH, ODD_SEQ = struct("int32", batch=6, seq=8), struct("int32", batch=16, seq=7)
+ODD_SEQ = struct("int32", batch=16, seq=7)
 # Kind, path, model, mesh, rules, batch.
 MISTAKES = {
-    "misspelt": (IDLE, IN, after_blocks(by_name({"bach": "data"})), MESH, RULES, TOKENS),
     "one of two misspelt": (IDLE, IN, after_blocks(by_name(BATCH | {"embeding": "model"})), MESH,
         BATCH, TOKENS),
     "indivisible": ("indivisible", IN, after_blocks(by_name(BY_SEQ)), MESH, RULES, ODD_SEQ),
@@ -101,7 +99,6 @@ MISTAKES = {
         TOKENS),
     "gathered over data": ("whole batch", "batch", MODEL, MESH,
         pzs.fully_sharded("data", min_size=1), TOKENS),
-    "indivisible batch": ("indivisible", "batch", MODEL, MESH, RULES, ODD_BATCH),
     "indivisible behind": ("indivisible", "batch", FEATURES, DATA, BY_EMBEDDING, ODD_FEATURES),
     "taken batch": ("taken", "batch", MODEL, DATA, BEHIND, TOKENS),
     "embedding, batch": ("conflict", "table", MODEL, DATA, BY_EMBEDDING, TOKENS),
@@ -132,8 +129,6 @@ def test_the_axis_that_was_probably_meant_is_the_fix():
 
 
 HARMLESS = {
-    "data parallel": (MODEL, DATA, BATCH, TOKENS),
-    "a preset": (MODEL, DATA, FSDP, TOKENS),
     "FSDP, pinned": (pinned(DATA), DATA, BY_EMBEDDING, LARGE),
     "FSDP, gathered": (gathered((LOOKUP, LINEAR), gathered(BLOCK)), DATA, BY_EMBEDDING, TOKENS),
     "tensor parallel": (MODEL, MESH, RULES, TOKENS),

@@ -29,11 +29,9 @@ HEAD = weights(head={"rank": 1024, "vocabulary": 1024})
 TOKENS = struct("int32", batch=16, seq=8)
 WIDE = {"up": {"embedding": 512, "neurons": 2048}, "out": {"heads": 512, "embedding": 1024}}
 BLOCKS = {f"block_{i}": weights(**WIDE) for i in range(6)}
-SMALL_BLOCKS = {f"block_{i}": weights(up={"embedding": 8, "neurons": 16}) for i in range(4)}
 D4M2, D8 = mesh(data=4, model=2), mesh(data=8)
 D2T2 = mesh(data=2, tensor=2)
 BY_NAME = {"embedding": "data", "neurons": "model"}
-BY_MESH = {"embedding": "data", "neurons": "data"}
 DP, FSDP, TP, Layout = pzs.data_parallel, pzs.fully_sharded, pzs.tensor_parallel, pzs.Layout
 MEGATRON = {"batch": "data", "neurons": "model"}
 
@@ -42,20 +40,14 @@ def of_optimizer(rules):
     return Layout(parameters={}, compute={"batch": "data"}, optimizer=rules)
 
 
-NEVER = [("embedding", "data"), ("neurons", None), ("neurons", "model")]
 MPL, MLP = {"neurons": "mpl", "heads": None}, {"neurons": "mlp", "heads": None}
 # Kind, path, model or a function that makes it, mesh, rules.
 MISTAKES = {
-    "foreign mesh axis": ("unknown", "rules", SMALL, D4M2, BY_NAME | {"neurons": "tensor"}),
-    "one of two mesh axes": ("unknown", "rules", SMALL, D4M2,
-        {"neurons": ("data", "tp"), "embedding": "model"}),
     "fully sharded over nothing": ("unknown", "rules", LARGE, mesh(fsdp=8), FSDP()),
     "layout for another mesh": ("unknown", "layout.parameters", transformer, D2T2,
         Layout.two_dimensional()),
     "of the optimizer": ("unknown", "layout.optimizer", SMALL, D8,
         of_optimizer({"embedding": "dta"})),
-    "taken in blocks": ("taken", "block_{0-3}/up", SMALL_BLOCKS, D8, BY_MESH),
-    "indivisible": ("indivisible", "up", ODD, mesh(model=4), {"neurons": "model"}),
     "layout, too few heads": ("indivisible", "attention", transformer, mesh(data=2, model=8),
         Layout.tensor_parallel()),
     "indivisible in the state": ("indivisible", "opt_state", lambda: state_of(ODD), mesh(data=4),
@@ -63,27 +55,21 @@ MISTAKES = {
     "preset for other names": ("unused", "rules", OTHER, D4M2, DP() | TP()),
     "unused beside a batch": ("unused", "rules", SMALL, D4M2, MEGATRON | {"rows": "data"},
         struct(batch=8, embedding=8)),
-    "never applies": ("unused", "rules", SMALL, D4M2, NEVER),
     "misspelt name of a layout": ("misfit", "layout/neurons", OTHER, D4M2,
         Layout.tensor_parallel(names=MPL)),
     "layout with names": ("unknown", "layout.parameters", OTHER, D4M2,
         Layout.tensor_parallel(model="modle", names=MLP)),
-    "forgotten table": ("under-sharded", "table", LARGE, D4M2, MEGATRON),
-    "forgotten mesh axis": ("under-sharded", "up", LARGE, D4M2, {"embedding": "data"}),
     "forgotten by FSDP": ("under-sharded", "head", LARGE | HEAD, D8,
         {"batch": "data", "embedding": "data"}),
-    "min_size too large": ("under-sharded", "table", LARGE, D8, FSDP(min_size=2**30)),
     "in every block": ("under-sharded", "block_{0-5}/out", BLOCKS, D4M2, MEGATRON),
     "in the optimizer's state": ("under-sharded", "opt_state", lambda: state_of(LARGE), D8,
         of_optimizer({"neurons": "data"})),
     "beside a preset": ("under-sharded", "table", LARGE, D4M2,
         FSDP("model") | {"vocabulary": "model"}),
     "in a train state": ("under-sharded", "params/table", lambda: state_of(LARGE), D4M2, MEGATRON),
-    "idle mesh axis": ("idle mesh axis", "mesh", SMALL, D4M2, {"batch": "data"}),
     "no rules": ("idle mesh axis", "mesh", SMALL, D8, None),
     "layout for one mesh axis": ("idle mesh axis", "mesh", transformer, mesh(data=2, model=2),
         Layout.data_parallel()),
-    "no names": ("unnamed", "w", plain(w=(512, 1024), b=(1024,)), D8, {"embedding": "data"}),
     "no names, a preset": ("unnamed", "w", plain(w=(512, 1024)), D8, FSDP()),
     "not a mesh axis": ("unreadable", "rules", SMALL, D8, {"embedding": 3}),
     "preset that was not called": ("unreadable", "rules", SMALL, D8, FSDP),
@@ -182,11 +168,8 @@ PIN = {"pin": by_name(D4M2, {"batch": "data"})}
 ACTIVATIONS = {"embedding": "data", "kv_seq": None, "positions": None, "batch": "data"}
 BY_TP = {"neurons": "model", "vocabulary": "model"}
 HARMLESS = {
-    "megatron by hand": (LARGE, D4M2, MEGATRON | {"vocabulary": "model"}),
-    "FSDP by hand": (LARGE, D8, {"batch": "data", "embedding": "data"}),
     "sequences": (SMALL, mesh(data=2, context=4), {"batch": "data", "seq": "context"}),
     "axes of activations": (SMALL, D8, ACTIVATIONS),
-    "small arrays": (SMALL, D8, FSDP()),
     "split by a constraint": (ROWS, D4M2, {}),
     "batch by a constraint": (LARGE | PIN, D4M2, BY_TP),
     "constraints in blocks": (pinned_blocks, mesh(data=2), Layout.data_parallel()),

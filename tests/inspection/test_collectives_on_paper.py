@@ -11,7 +11,7 @@ Sources: Austin et al. 2025, "How to Scale Your Model", chapter "Sharded matrice
 multiply them", whose four cases come first; Shoeybi et al. 2019, "Megatron-LM", section 3;
 Rajbhandari et al. 2020, "ZeRO", section 7; Xu et al. 2021, "GSPMD", section 3; Korthikanti et al.
 2022, "Reducing activation recomputation", section 4.2.2; Lepikhin et al. 2021, "GShard", section
-3.2; Liu et al. 2023, "Ring attention", section 3; Huang et al. 2019, "GPipe", section 2.
+3.2; Liu et al. 2023, "Ring attention", section 3.
 """
 
 import collections
@@ -121,15 +121,6 @@ def ring_attention(query, key, value):
     return jax.lax.scan(turn, carry, length=D)[0][2]
 
 
-def pipeline(weights, x):
-    """GPipe: N microbatches through D stages, one stage a turn, in N + D - 1 turns."""
-
-    def turn(x, _):
-        return jax.lax.ppermute(x @ weights, "data", RING[:-1]), None
-
-    return jax.lax.scan(turn, x, length=N + D - 1)[0]
-
-
 def until_large(x):
     grown = lambda x: jax.lax.psum(x, "data") * 0.5  # noqa: E731
     return jax.lax.while_loop(lambda x: x[0, 0] < 100.0, grown, x)
@@ -199,8 +190,6 @@ PROGRAMS = {
         jax.grad(squared(mlp), (0, 1)), (TENSOR, array((B, E))),
         ((on_mesh(None, "model"), on_mesh("model")), on_mesh()),
         [(REDUCE, MODEL, F * B * E, 1)] * 2),
-    "tensor parallel, loop": (stack, (TENSOR_STACK, BATCH), on_mesh("data"),
-                              [(REDUCE, MODEL, F * B // D * E, N)]),
     "tensor parallel, loop in a loop": (nested, (TENSOR_STACK, BATCH), on_mesh("data"),
                                         [(REDUCE, MODEL, F * B // D * E, 3 * N)]),
     "sequence parallel": (
@@ -232,18 +221,12 @@ PROGRAMS = {
     "ring attention": (per_device(ring_attention, (P("data"),) * 3, P("data")),
                        (array((S, HEAD), "data"),) * 3, None,
                        [(PERMUTE, DATA, F * S // D * HEAD, D)] * 2),
-    "pipeline": (per_device(pipeline, (P("data"), P("data")), P("data")),
-                 (array((D * E, E), "data"), array((D * S, E), "data")), None,
-                 [(PERMUTE, DATA, F * S * E, N + D - 1)]),
     "counted": (split(counted, "data"), (array((S, K), "data"),), None,
                 [(REDUCE, DATA, F * S // D * K, 4)]),
     "until large": (split(until_large, "data"), (array((S, K), "data"),), None,
                     [(REDUCE, DATA, F * S // D * K, None)]),
     "added over both": (split(lambda x: jax.lax.psum(x, BOTH), *BOTH), (array((S, K), *BOTH),),
                         None, [(REDUCE, BOTH, F * S // D * K // M, 1)]),
-    "scattered over both": (
-        per_device(lambda x: jax.lax.psum_scatter(x, BOTH, tiled=True), P(), P(BOTH)),
-        (array((S, K)),), None, [(SCATTER, BOTH, F * S * K, 1)]),
 }  # fmt: skip
 
 

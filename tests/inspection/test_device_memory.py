@@ -16,9 +16,9 @@ MESH = pzs.make_mesh({"data": 4, "model": 2})
 RULES = {"embedding": "data", "neurons": "model"}
 
 
-def build(blocks=2, width=16, wrap=lambda block: block):
+def build(blocks=2, wrap=lambda block: block):
     linear = functools.partial(pz.nn.Linear.from_config, init_base_rng=jax.random.key(0))
-    wide, narrow = {"neurons": 32}, {"embedding": width}
+    wide, narrow = {"neurons": 32}, {"embedding": 16}
     layers = []
     for number in range(blocks):
         up = linear(f"lm/block_{number}/up", input_axes=narrow, output_axes=wide)
@@ -31,17 +31,15 @@ def squares(model, rng, state, x):
     return (model(x).unwrap("batch", "embedding") ** 2).sum(), state, {}
 
 
-def make_step(rules=RULES, model=build, examples=8, width=16, donate=True, **options):
+def make_step(rules=RULES, model=build, examples=8, donate=True):
     """A step with the state and the input to call it with."""
 
     def init():
-        built = model(width=width)
-        return pzs.TrainState.initial_state(built, optax.adam(1e-3), jax.random.key(1))
+        return pzs.TrainState.initial_state(model(), optax.adam(1e-3), jax.random.key(1))
 
-    shardings = pzs.train_state_sharding(jax.eval_shape(init), MESH, rules, **options)
+    shardings = pzs.train_state_sharding(jax.eval_shape(init), MESH, rules)
     state = jax.jit(init, out_shardings=shardings)()
-    sizes = {"batch": examples, "embedding": width}
-    x = pzs.shard_batch(pz.nx.ones(sizes), MESH, {"batch": "data"})
+    x = pzs.shard_batch(pz.nx.ones({"batch": examples, "embedding": 16}), MESH, {"batch": "data"})
     return pzs.build_train_step_fn(squares, donate_params_and_state=donate), state, x
 
 
@@ -107,16 +105,13 @@ def test_suggestions_name_no_block_that_is_computed_again_or_is_the_only_one():
 
 
 def test_donation_saves_what_is_said(sharded):
-    step, state, x = make_step({"neurons": "data"}, donate=False)
-    report = pzs.device_memory(step, state, x=x)
-    (donation,) = report.suggestions
+    step, state, x = make_step(donate=False)
+    report, donating = pzs.device_memory(step, state, x=x), sharded[-1].memory
+    (donation,) = (each for each in report.suggestions if "donate_params_and_state" in each.text)
     # The number of the step is an argument that is not donated.
-    held = report.parameters + report.optimizer_state
-    assert (donation.saves, "donate_params_and_state" in donation.text) == (held + 4, True)
-    donating = pzs.device_memory(*make_step({"neurons": "data"})[:2], x=x)
-    assert donating.donated == donation.saves - 4
+    assert donation.saves == report.parameters + report.optimizer_state + 4 == donating.donated + 4
     assert donating.total < report.total
-    assert not any("donate" in each.text for each in sharded[-1].memory.suggestions)
+    assert not any("donate" in each.text for each in donating.suggestions)
 
 
 def test_donation_is_possible():

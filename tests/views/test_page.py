@@ -13,7 +13,7 @@ import pytest
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.errors import MeshError, PropagationError, RuleTypeError, ShardingError
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.views import page
 from tests.layouts.transformers import build_llama, loss_fn
 
@@ -115,17 +115,6 @@ def test_step_that_cannot_be_compiled_is_said(tmp_path):
     path = tmp_path / "page.html"
     page.report({"x": x}, MESH, {}, jax.ffi.ffi_call("nowhere", x), x, path=path)
     assert "The step cannot be compiled. Each device holds 32 B of 32 B." in words(path)
-
-
-def test_causes_that_cannot_be_found_are_said_and_the_rest_is_there(tmp_path, monkeypatch):
-    def refuse(step):
-        raise PropagationError("this jaxlib does not offer it")
-
-    monkeypatch.setattr(page, "why", refuse)
-    state, step = trained()
-    said = words(page.report(state, MESH, LAYOUT, step, path=tmp_path / "page.html"))
-    assert "Why this jaxlib does not offer it" in said
-    assert step.memory.report().verdict in said
 
 
 def test_mistake_is_refused_and_the_page_before_stays(tmp_path, monkeypatch):
