@@ -11,8 +11,10 @@ project = "penzai_shard"
 author = "The penzai_shard authors"
 version = release = penzai_shard.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+# Fields of classes are lists, in which autodoc does not write them a second time.
+napoleon_use_ivar = True
 html_theme = "furo"
 html_title = f"penzai_shard {release}"
 html_static_path = ["_static"]

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+import penzai_shard as pzs
+from penzai_shard import errors
 from penzai_shard.cli import inputs
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Pages whose blocks do not run yet.
-NOT_YET = ["docs/bill.md", "docs/several_processes.md", "docs/troubleshooting.md"]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 # Python or a command, and the text that stands directly below it.
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.M | re.S)
@@ -44,7 +44,7 @@ with contextlib.redirect_stderr(sys.stdout):
 
 
 @pytest.mark.filterwarnings("ignore:jax:DeprecationWarning:haliax")
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in NOT_YET])
+@pytest.mark.parametrize("page", PAGES)
 def test_blocks_print_what_stands_below_them(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # What a page imports from its folder, and a command from its file.
@@ -71,3 +71,10 @@ def test_commands_of_the_readme_are_those_of_the_ci():
     demo, tests = (line for line in commands.splitlines() if not line.startswith("#"))
     assert demo.endswith("penzai-shard demo")
     assert (ROOT / ".ci/run").read_text().rstrip().endswith(tests)
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs/api.md").read_text()
+    listed = re.findall(r"^\.\. auto(?:class|function|data):: (\w+)$", reference, re.M)
+    own_errors = {name for name in pzs.__all__ if hasattr(errors, name)}
+    assert sorted([*listed, *own_errors, "__version__"]) == sorted(pzs.__all__)

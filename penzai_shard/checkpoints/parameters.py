@@ -47,7 +47,7 @@ def param_dict(model: Any) -> dict[str, Any]:
             Penzai's first API; or a tree of arrays, all of which are then parameters.
 
     Returns:
-        Arrays with names are ``pz.nx.NamedArray``s, others are plain arrays.
+        Arrays with names as ``pz.nx.NamedArray``, others as plain arrays.
 
     Raises:
         ShardingError: Two parameters have one path, or names cannot be read.

@@ -145,8 +145,8 @@ def compile_step(step: Any, /, *args: Any, **kwargs: Any) -> CompiledStep:
     Args:
         step: A train step or evaluation of this package, a trainer, a function under ``jax.jit`` or
             not, or a layer of any library.
-        *args: What it is called with: arrays or ``jax.ShapeDtypeStruct``s, on a mesh with devices
-            or an abstract one.
+        *args: What it is called with: arrays or structs (``jax.ShapeDtypeStruct``), on a mesh with
+            devices or an abstract one.
         **kwargs: The same by keyword.
 
     Returns:
@@ -340,6 +340,7 @@ def _read_remat_warnings(log: str, step: LoweredStep) -> Iterator[str]:
     for line in log.splitlines():
         if found := _REMAT.search(line):
             before, after, array, name = found.groups()
+            name = name.replace("\\'", "'")  # The compiler writes state[\'w\'].
             owner = step.layers.owner(name) or arguments.get(name, name)
             yield (
                 f"the compiler gathers {array} of {owner} whole: it knows no direct way from "

@@ -167,6 +167,13 @@ def test_note_of_a_value_that_is_gathered_whole_names_the_layer(capfd):
     assert "Involuntary" not in capfd.readouterr().err
 
 
+def test_note_of_a_value_that_is_gathered_whole_names_an_argument_by_its_path():
+    state = {"w": jnp.ones((8, 8), device=NamedSharding(MESH, P("data")))}
+    columns = NamedSharding(MESH, P(None, "model"))
+    pin = jax.jit(lambda state: 2 * jax.lax.with_sharding_constraint(state["w"], columns))
+    assert any(" of state/w whole" in note for note in pzs.compile_step(pin, state).step.notes)
+
+
 def test_other_words_of_the_compiler_are_passed_on(capfd):
     def write(number):
         lines = []
