@@ -27,15 +27,24 @@ myst_enable_extensions = ["colon_fence"]
 # A link to a heading of a page, as GitHub writes it.
 myst_heading_anchors = 3
 
-# Sphinx reads nothing outside its folder, and the notebooks stand beside it.
+# Sphinx reads nothing outside its folder, and the notebooks and benchmarks stand beside it.
 (HERE / "notebooks").mkdir(exist_ok=True)
 for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
     shutil.copy(notebook, HERE / "notebooks")
+shutil.copy(HERE.parent / "benchmarks" / "README.md", HERE / "notebooks" / "benchmarks.md")
+
+
+LINKS = {
+    "../notebooks/": "notebooks/",
+    "../benchmarks/README.md": "notebooks/benchmarks.md",
+    "../docs/": "../",
+}
 
 
 def read_links_of_the_repository(app, name, source):
     """Leads the links between pages and notebooks, which hold in the repository, to the copies."""
-    source[0] = source[0].replace("](../notebooks/", "](notebooks/").replace("](../docs/", "](../")
+    for written, meant in LINKS.items():
+        source[0] = source[0].replace(f"]({written}", f"]({meant}")
 
 
 def setup(app):
