@@ -130,23 +130,21 @@ class ShardingLock(HasReport):
         is_ok = all(row[-1] and improvements == "pass" for row in report.rows)
         return dataclasses.replace(report, ok=is_ok)
 
-    def compare(
-        self, before: HasReport, *, key: Sequence[str] = ("path", "item"), tolerance: float = 0.0
-    ) -> Report:
+    def compare(self, before: HasReport, *, tolerance: float = 0.0) -> Report:
         """What differs from an earlier lock; see ``HasReport.compare``.
 
         Programs for another kind of device, or by another compiler, differ anyway: then only the
         layouts are compared, and a note says so.
         """
         if not isinstance(before, ShardingLock) or self.made_by == before.made_by:
-            return super().compare(before, key=key, tolerance=tolerance)
+            return super().compare(before, tolerance=tolerance)
         was, now = (
             dataclasses.replace(lock.report(), rows=[row for row in lock.rows if row.spec])
             for lock in (before, self)
         )
         compilers = (", ".join(map(" ".join, lock.made_by.items())) for lock in (before, self))
         note = "only layouts are compared: one is of {}, the other of {}"
-        report = now.compare(was, key=key, tolerance=tolerance)
+        report = now.compare(was, tolerance=tolerance)
         return dataclasses.replace(report, notes=[note.format(*compilers)])
 
     def report(self) -> Report:
@@ -154,7 +152,8 @@ class ShardingLock(HasReport):
         memory, sent = (bytes_text(self.total(name)) for name in ("memory", "sent"))
         device, facts = self.made_by["device"], {"made_by": self.made_by}
         verdict = f"each device ({device}) holds {memory} and sends {sent} in a step"
-        return Report("Sharding lock", verdict, _COLUMNS, self.rows, facts=facts)
+        key = ("path", "item")
+        return Report("Sharding lock", verdict, _COLUMNS, self.rows, facts=facts, key=key)
 
     def total(self, name: str) -> int:
         """The sum of all rows: of their ``memory``, or of the bytes ``sent``."""

@@ -245,9 +245,9 @@ def _pin(
     problems = Problems(f"{called} is for other devices than what flows through it:")
     ambient = jax.sharding.get_abstract_mesh()
     for path, value, sharding in zip(paths, values, shardings, strict=True):
-        own = None if is_traced(value) else getattr(value, "sharding", None)
         if is_traced(value) or ambient.manual_axes or not isinstance(sharding, NamedSharding):
             continue
+        own = getattr(value, "sharding", None)
         if isinstance(sharding.mesh, AbstractMesh):
             fix = f"Write make_mesh({dict(sharding.mesh.shape)})."
             problems.add(path, "the mesh of the constraint has no devices", fix)

@@ -21,14 +21,13 @@ _COLUMNS = (
 _Row = tuple[Any, ...]
 
 
-def compare_reports(now: Report, before: Report, key: Sequence[str], tolerance: float) -> Report:
+def compare_reports(now: Report, before: Report, tolerance: float) -> Report:
     """What differs between two reports; see ``HasReport.compare``."""
     names = [column.name for column in now.columns]
-    key = tuple(key) or tuple(now.key) or tuple(names[:1])
-    if names != [column.name for column in before.columns] or not {*key} <= {*names}:
+    key = now.key or names[:1]
+    if names != [column.name for column in before.columns]:
         what = f"the columns are {names}; of the earlier report {[c.name for c in before.columns]}"
-        fix = "Compare reports of one kind, by the names of their columns."
-        raise SelectionError("compare:", [Problem("", what, fix)])
+        raise SelectionError("compare:", [Problem("", what, "Compare reports of one kind.")])
 
     rows_now, rows_before = _rows_by_key(now, key), _rows_by_key(before, key)
     others = [(i, column) for i, column in enumerate(now.columns) if column.name not in key]

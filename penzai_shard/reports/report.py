@@ -80,23 +80,21 @@ class HasReport:
 
         return make_tree(self.table(collapse=collapse))
 
-    def compare(
-        self, before: "HasReport", *, key: Sequence[str] = (), tolerance: float = 0.0
-    ) -> "Report":
+    def compare(self, before: "HasReport", *, tolerance: float = 0.0) -> "Report":
         """What differs from an earlier report with the same columns.
+
+        Rows are found again by the columns of the report's ``key``.
 
         Args:
             before: The earlier one.
-            key: The columns that together name a row; by default the report's own.
             tolerance: By which fraction bytes and seconds may differ. Counts may not.
 
         Returns:
             A report with one row for each value that differs. Its truth value is whether nothing
-            does. What is bad of it, and red, is a quantity that grew or a row
-            that is new.
+            does. What is bad of it, and red, is a quantity that grew or a row that is new.
 
         Raises:
-            SelectionError: The columns are others, or no column has a name of ``key``.
+            SelectionError: The columns are others.
 
         >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
         >>> now, before = (Report("step", "", columns, [("w", n)]) for n in (96, 64))
@@ -107,7 +105,7 @@ class HasReport:
         """
         from penzai_shard.reports.comparison import compare_reports
 
-        return compare_reports(self.report(), before.report(), key, tolerance)
+        return compare_reports(self.report(), before.report(), tolerance)
 
     def to_data(self) -> dict[str, Any]:
         """The report as a dictionary: its facts, and each row with the names of the columns."""
