@@ -37,6 +37,7 @@ def run_inputs(
     leaves, structure = flatten(tree)
     problems = Problems(f"{called} cannot run on these arrays:")
     problems.extend(structure.problems)
+    # JAX would name the first of them, by its type or shape and not by its path.
     for leaf in leaves:
         value = leaf.value
         if is_deleted(value):
@@ -75,6 +76,7 @@ def find_mesh(leaves: Iterable[Leaf], called: str) -> AnyMesh | None:
     Raises:
         MeshError: They are bound to different devices; all that differ from the first are in it.
     """
+    # Others go wherever these are, as in jax.jit.
     bound = [(x.path, own) for x in leaves if (own := bound_sharding(x.value)) is not None]
     problems = Problems(f"{called} needs all arrays on one mesh, or one device:")
     for path, sharding in bound:
@@ -94,6 +96,7 @@ def _are_on_same_devices(a: Sharding, b: Sharding) -> bool:
 
 def _is_too_wide(value: Any) -> bool:
     """Whether JAX, which has integers of 32 bits, would change the values of an array."""
+    # JAX cuts the upper bits off without a word.
     is_host = not isinstance(value, jax.Array | jax.ShapeDtypeStruct)
     if not is_host or not np.issubdtype(np.result_type(value), np.integer):
         return False

@@ -69,6 +69,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _same_function(a: types.FunctionType, b: types.FunctionType) -> bool:
+    # One code in two modules reads globals of two modules.
     has_one_world = a.__globals__ is b.__globals__ and _has_constant_globals(a)
     if a.__code__ != b.__code__ or not has_one_world:
         return False

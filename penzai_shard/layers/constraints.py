@@ -70,6 +70,7 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
             MeshError: An array is on other devices than the constraint.
             ShardingError: An array is deleted, or a shape.
         """
+        # As JAX takes the tree apart, since a tree of shardings is written for JAX.
         keyed, tree_definition = jax.tree_util.tree_flatten_with_path(tree)
         definition: Any = tree_definition
         paths, values = [path_text(path) for path, _ in keyed], [value for _, value in keyed]
@@ -261,6 +262,7 @@ def _pin(
             try:
                 pinned.append(value if sharding is None else _pin_array(value, sharding, ambient))
             except (RuntimeError, TypeError, ValueError) as error:
+                # The array may be the reason, as one that is deleted.
                 run_inputs(dict(zip(paths, values, strict=True)), called)
                 what = f"what has shape {np.shape(value)} cannot lie as {sharding}"
                 fix = "Write NamedSharding(mesh, spec): each mesh axis at a dimension it divides."

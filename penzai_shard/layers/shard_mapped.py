@@ -90,6 +90,7 @@ class ShardMapped(WrapperLayer):
     def __post_init__(self) -> None:
         for key in ("parameter_rules", "activation_rules"):
             self.__dict__[key] = arguments.read("ShardMapped", self.mesh, getattr(self, key)).rules
+        # A text in place of a tuple of names would be taken for its letters.
         problems = Problems("ShardMapped:")
         for name, kind in _KINDS.items():
             value = getattr(self, name)
@@ -99,6 +100,7 @@ class ShardMapped(WrapperLayer):
         problems.raise_if_any(RuleTypeError)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
+        # What is around has taken over the mesh axes, and the body gets a part already.
         if manual_axes():
             return call
         assert isinstance(call, PureCall)

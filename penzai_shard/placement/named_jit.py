@@ -52,6 +52,7 @@ def named_jit(
     in_request = None if in_rules is None else read(in_rules)
     out_request = read(rules if out_rules is None else out_rules)
     check_devices(out_request)
+    # Taken apart, arguments are one for JAX, so that donation is by array.
     positions = {donate_argnums} if isinstance(donate_argnums, int) else {*donate_argnums}
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -61,6 +62,7 @@ def named_jit(
         given = structure.fill_alike(ordered)
         with auto_context():
             args, kwargs = given if in_request is None else place_tree(given, in_request)
+            # By constraints: what results there are is known in the trace only.
             before = read_variables((args, kwargs))
             result = place_tree(function(*args, **kwargs), out_request)
             after = read_variables((args, kwargs))

@@ -115,6 +115,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     with _enter_contexts():
         traced, values = jax.make_jaxpr(build, return_shape=True)(shapes)
     structure = structures[-1]
+    # Of what is no parameter the values are needed, as no checkpoint of parameters has them.
     roles = [leaf.role for leaf in leaves_of(structure.fill(values))]
     if "parameter" in roles and not shapes:
         others: dict[int, Any] = {i: None for i, role in enumerate(roles) if role != "parameter"}
@@ -172,6 +173,7 @@ def _prepare(
     leaves, given = flatten((args, kwargs))
     values = on_auto_twin([leaf.value for leaf in leaves])
     is_same = all(value is leaf.value for value, leaf in zip(values, leaves, strict=True))
+    # A trace gives arrays back, and nothing of the model around them: that leaves by this list.
     structures: list[Structure] = []
 
     def build(tracers: dict[int, Any]) -> list[Any]:
@@ -208,6 +210,7 @@ def _check_complete(made: Any, leaves: Sequence[Leaf]) -> None:
         if is_struct(leaf.value):
             fix = "Write initialize_parameters_sharded(model, key, mesh, rules)."
             problems.add(leaf.path, "it is a shape and holds no values", fix)
+    # Penzai puts these where a layer was made without a key.
     slot = getattr(sys.modules.get("penzai.core.variables"), "ParameterSlot", ())
     for node in jax.tree_util.tree_leaves(made, is_leaf=lambda node: isinstance(node, slot)):
         if isinstance(node, slot):
@@ -225,6 +228,7 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
         fix = f"Write {called}(build, ...), or for a model that exists place(model, mesh, rules)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+    # Other functions of this library take the mesh second, by position.
     given = next((arg for arg in args if isinstance(arg, Mesh | AbstractMesh | ShardingPlan)), None)
     if given is not None and called == "sharded_init":
         name = "plan" if isinstance(given, ShardingPlan) else "mesh"

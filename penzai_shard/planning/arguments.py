@@ -71,12 +71,14 @@ def read(
     """
     if isinstance(mesh, ShardingPlan) and plan is None:
         mesh, plan = None, mesh
+    # The defaults of all that take a plan.
     has_options = (on_indivisible, on_unnamed) != ("error", "error")
     _refuse_mistakes(called, mesh, rules, axis_name_to_mesh_name, plan, has_options)
     rules = axis_name_to_mesh_name if rules is None else rules
     check_option(called, "on_indivisible", on_indivisible, get_args(OnIndivisible))
     check_option(called, "on_unnamed", on_unnamed, get_args(OnUnnamed))
     if plan is None:
+        # Mesh axes that are not there are told before any array is looked at.
         twin, read_rules = auto_twin(mesh), AxisRules(rules)
         read_rules.on(twin.shape)
         return Request(
@@ -98,6 +100,7 @@ def _refuse_mistakes(
     name = getattr(given, "__name__", "")
     make_mesh = "Write mesh=make_mesh({'data': 4, 'model': 2})."
 
+    # The first of these is told: what follows would mostly come of it.
     def refuse(is_so: bool, what: str, fix: str) -> None:
         if is_so:
             raise RuleTypeError(f"{called}:", [Problem("", what, fix)])

@@ -63,6 +63,7 @@ def name_axes(
     # Imported here: only those who name arrays need Penzai for it.
     from penzai_shard.readers.penzai import make_named
 
+    # A variable of NNX holds its names itself; they are written when the tree is made again.
     values = []
     for leaf in leaves:
         is_own = leaf.variable is not None and _keeps_names(leaf.variable)
@@ -97,6 +98,7 @@ def _names_for(
         return None
     given, rank = patterns[fitting[0]], len(leaf.shape)
     names: tuple[Any, ...] = () if given is None else tuple(given)
+    # A spec may be shorter than the rank, and says nothing of the dimensions behind.
     if given is None or isinstance(given, PartitionSpec):
         names = (*names, *(None,) * (rank - len(names)))
     if len(names) != rank:
@@ -158,6 +160,7 @@ def check_names(called: str, patterns: Any) -> None:
 
 
 def _is_name(name: Any) -> bool:
+    # Numbers would be taken for positions.
     is_open = name is PartitionSpec.UNCONSTRAINED
     return isinstance(name, Hashable) and not isinstance(name, int) and name != "" and not is_open
 

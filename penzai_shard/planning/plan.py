@@ -104,6 +104,7 @@ class ShardingPlan(HasReport):
     @property
     def replicated_bytes(self) -> int:
         """Bytes of the arrays that every device holds whole."""
+        # What is left to JAX, with the spec None, may lie anywhere.
         whole = PartitionSpec()
         return sum(leaf.bytes_per_device for leaf in self.leaves if leaf.spec == whole)
 
@@ -140,6 +141,7 @@ class ShardingPlan(HasReport):
 
     def on(self, mesh: AnyMesh) -> "ShardingPlan":
         """The same decisions on another mesh with the same axes, for instance one with devices."""
+        # Specs name mesh axes, and no devices.
         pairs = ((leaf, shared_sharding(mesh, leaf.spec)) for leaf in self.leaves)
         leaves = tuple(dataclasses.replace(leaf, sharding=own) for leaf, own in pairs)
         return dataclasses.replace(self, mesh=mesh, leaves=leaves)
@@ -153,6 +155,7 @@ class ShardingPlan(HasReport):
         self.structure.check_paths()
         problems = Problems("the plan is one of another tree:")
         fix = "Plan this tree: make_plan(tree, mesh, rules)."
+        # By dtypes of devices: NumPy's float64 is planned as the float32 that JAX makes of it.
         planned: dict[str, Any] = {x.path: (x.names, x.shape, x.dtype) for x in self.leaves}
         found: dict[str, Any] = {x.path: (x.names, x.shape, device_dtype(x.dtype)) for x in leaves}
         for path in planned | found:
@@ -164,6 +167,7 @@ class ShardingPlan(HasReport):
 
     def to_data(self) -> dict[str, Any]:
         """The plan as a dictionary, with a row for each array."""
+        # Tables have names, lengths and mesh axes in one column, which code would have to parse.
         rows = [
             {name: getattr(leaf, name) for name in LeafPlan.__slots__ if name != "sharding"}
             | {"dtype": str(leaf.dtype), "spec": None if leaf.spec is None else tuple(leaf.spec)}
@@ -205,6 +209,7 @@ class ShardingPlan(HasReport):
         if self.unused_rules:
             names = ", ".join(map(repr, self.unused_rules))
             notes.append(f"no array has these logical axes of the rules: {names}")
+        # Entries of a spec are mesh axes, tuples of them, or None, which is no leaf to JAX.
         used = jax.tree_util.tree_leaves([tuple(leaf.spec or ()) for leaf in self.leaves])
         unused = [repr(axis) for axis in self.mesh.axis_names if axis not in used]
         if unused and self.leaves:

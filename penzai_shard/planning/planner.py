@@ -105,6 +105,7 @@ def examine(tree: Any, request: arguments.Request) -> tuple[ShardingPlan, Proble
     plans = []
     for leaf in name_statistics(leaves):
         spec, reason, found = planner.decide(leaf)
+        # The walk has told what is wrong with the names that the library gives.
         if leaf.path not in unreadable:
             for problem in found:
                 problems.add(leaf.path, problem.what, problem.fix, problem.kind)
@@ -154,6 +155,7 @@ class _Planner:
 
     def plan(self, leaf: Leaf, spec: PartitionSpec | None, reason: str) -> LeafPlan:
         """The row of the plan for one array."""
+        # Bytes are those on a device, where NumPy's float64 becomes float32.
         sharding = shared_sharding(self.mesh, spec)
         size, dtype = 0, device_dtype(leaf.dtype)
         if dtype is not None:
@@ -180,6 +182,7 @@ class _Planner:
             )
             return _WHOLE, "", [Problem("", what, f"{fix}.", "misfit")]
         what = f"this array of shape {leaf.shape} has no logical axis names"
+        # Names to paste, which the user then replaces.
         names = tuple(f"axis_{dim}" for dim in range(len(leaf.shape)))
         fix = f"Name it: name_axes(tree, {{{leaf.path!r}: {names}}}), or w{fix[1:]}."
         if any(rule.logical_axis is None and rule.mesh_axes for rule in self.rules):

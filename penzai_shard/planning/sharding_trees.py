@@ -83,6 +83,7 @@ def _fast_tree(tree: Any, request: arguments.Request) -> Any:
         if front < 0 or shape[front:] != tuple(node.named_axes.values()):
             raise _NeedsPlan
         decision = decide(rules, (None,) * front + names, shape, items, request.on_indivisible)
+        # A plan finds all problems, with their paths, which this loop does not keep.
         if decision.problems:
             raise _NeedsPlan
         present.update(dict.fromkeys(names))
@@ -96,6 +97,7 @@ def _fast_tree(tree: Any, request: arguments.Request) -> Any:
 
 def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding | None]) -> Any:
     """The tree with a result for each array, which is made once for equal names and sizes."""
+    # Nobody has its arrays who has not imported it.
     if "penzai" not in sys.modules:
         raise _NeedsPlan
     from penzai import pz

@@ -118,6 +118,7 @@ class MarkedProgram:
             PropagationError: See ``passes.propagate``.
         """
         with self._module.context:
+            # A copy, as the same program is placed many times.
             module = self._module.clone().operation
             axes = [sdy.MeshAxisAttr.get(*each) for each in mesh_sizes.items()]
             ir.SymbolTable(module)["mesh"].attributes["mesh"] = sdy.MeshAttr.get(axes)
@@ -146,6 +147,7 @@ def _read_mark(sharding: Mlir, value: Mlir, position: int | None) -> Mark:
 
 def _make_sharding(mark: Mark, spec: Spec | None) -> Mlir:
     """A layout in the place of a mark; without one what is propagated to it stays."""
+    # Closed, Shardy adds no mesh axes.
     dims = [
         sdy.DimensionShardingAttr.get([*map(sdy.AxisRefAttr.get, own)], is_closed=spec is not None)
         for own in spec or ((),) * len(mark.axes)

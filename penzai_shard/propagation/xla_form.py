@@ -197,6 +197,7 @@ def _give_rule(operation: Mlir) -> None:
         for values in (operation.operands, operation.results)
     )
     shape, is_top_k = operands[0], operation.name == "chlo.top_k"
+    # Without a rule nothing is propagated through it.
     if not is_top_k and {*operands, *results} != {shape}:
         return
     sizes, last = [*shape], len(shape) - 1

@@ -30,6 +30,7 @@ def compare_reports(now: Report, before: Report, tolerance: float) -> Report:
         raise SelectionError("compare:", [Problem("", what, "Compare reports of one kind.")])
 
     rows_now, rows_before = _rows_by_key(now, key), _rows_by_key(before, key)
+    # Sentences and verdicts follow from the other columns.
     others = [(i, column) for i, column in enumerate(now.columns) if column.name not in key]
     compared = {i: column for i, column in others if column.kind not in ("detail", "ok")}
     rows: list[_Row] = []
@@ -44,6 +45,7 @@ def compare_reports(now: Report, before: Report, tolerance: float) -> Report:
             rows.append((*own, "", "", _row_text(compared, new), NEW, None, False))
         elif old:
             rows.append((*own, "", _row_text(compared, old), "", GONE, None, True))
+    # First what is bad, then what is neither, and last what is good.
     rows.sort(key=lambda row: (row[-1] is not False, row[-1] is True))
 
     counts = Counter(row[-3] for row in rows)
@@ -81,6 +83,7 @@ def _change(
     """How a value changed, by which fraction, and whether that is good; None if it did not."""
     if column.kind not in SUMMED:
         return None if column.text(before) == column.text(now) else (CHANGED, None, None)
+    # A tolerance is for sizes: one operation more or less is another program.
     before, now = before or 0, now or 0
     by = now / before - 1 if before else None
     if now == before or (column.kind != "count" and by is not None and abs(by) <= tolerance):

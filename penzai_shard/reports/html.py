@@ -52,6 +52,7 @@ def _write_node(tree: Tree, node: Node, state: str = "") -> str:
     if quantities := tree.quantities(node):
         line += f' <span style="{tree.shade(node)}">{html.escape(quantities)}</span>'
     line += "".join(f' <span class="quiet">{html.escape(text)}</span>' for text in node.texts)
+    # Where links of a page lead to.
     mark = f' id="{node.anchor}"' if node.anchor else ""
     below = [_write_node(tree, child) for child in node.children.values()]
     below += [f'<div class="quiet">{html.escape(detail)}</div>' for detail in node.details]
@@ -65,5 +66,6 @@ def _section(report: Report, content: str) -> str:
     verdict, *notes = [html.escape(plain_text(text)) for text in (report.verdict, *report.notes)]
     content = f'<div><strong class="{style}">{verdict}</strong></div>{content}'
     content += "".join(f'<div class="quiet">{note}</div>' for note in notes)
+    # Each piece brings its style, as a notebook shows a piece by itself.
     css = importlib.resources.files(__package__).joinpath("report.css").read_text("utf-8")
     return f'<style>{css}</style><section class="pzs">{content}</section>'

@@ -194,6 +194,7 @@ class Report(HasReport):
         """
         if not (self.collapse and self.columns and self.columns[0].kind == "path"):
             return self
+        # By their texts: what reads the same is the same to a reader, and texts can be hashed.
         others = [(i, c) for i, c in enumerate(self.columns) if i and c.kind not in SUMMED]
         groups = group_paths(
             (str(row[0]), tuple(c.text(row[i]) for i, c in others)) for row in self.rows
@@ -216,6 +217,7 @@ class Report(HasReport):
         report = self.fold()
         kept, said = [], []
         for index, column in enumerate(report.columns):
+            # In a table of one row every column says one thing, and stays.
             texts = {column.text(row[index]) for row in report.rows}
             says_one_thing = column.shown and column.kind in ("text", "ok") and len(report.rows) > 1
             if texts <= {""} or (says_one_thing and len(texts) == 1):
@@ -240,6 +242,7 @@ class Report(HasReport):
         Raises:
             SelectionError: No column has this name.
         """
+        # Folded first, or a block would hide what its twins hold together.
         report = self.fold()
         names = [each.name for each in report.columns]
         if column not in names:

@@ -25,6 +25,7 @@ def write_lines(report: Report, width: int) -> Iterator[str]:
     if columns:
         names = [column.name for column in columns]
         widths = _column_widths(columns, [names, *cells], width)
+        # Without columns each value stands behind the name of its column.
         if widths:
             yield from _write_row(columns, names, widths, width)
         for row, texts in zip(report.rows, cells, strict=True):
@@ -86,6 +87,7 @@ def _column_widths(
     room = width - len(_GAP) * (len(columns) - 1)
     if sum(least) > room:
         return None
+    # The widest give way first: mostly paths and reasons, which break well.
     cap = max(natural)
     while sum(widths := [max(a, min(b, cap)) for a, b in zip(least, natural, strict=True)]) > room:
         cap -= 1

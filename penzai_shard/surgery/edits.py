@@ -64,6 +64,7 @@ class Edit:
 
     def run(self, model: Any) -> "Outcome":
         """Carries the edit out; the model stays as it is."""
+        # A Ref is looked up now: where the edit was made its package may have been missing.
         what, options = resolve(self.what), resolve(dict(self.options))
         _check_use(self.verb, what, options)
         layer = _mark_inserted(what, ()) if is_layer(what) else None
@@ -74,6 +75,7 @@ class Edit:
             functools.partial(_CHANGES[self.verb], make),
             InsertedSequence,
             "inner first" if self.nested else "outermost",
+            # A node in two places has two paths, for which a function may make two layers.
             by_node=not takes_path,
         )
         edited = rewriter.run(model)
@@ -82,6 +84,7 @@ class Edit:
         problems += self._refuse_repeated(model, rewriter.matches)
         if not problems and count != self.expect and (self.expect is not None or not count):
             problems.append(self._explain_count(model, rewriter.matches))
+        # One traceback can be shown, and the first mistake is mostly that of the others.
         cause = next((each.__cause__ for each in refused if each.__cause__), None)
         return Outcome(model, edited, tuple(rewriter.matches), tuple(problems), cause)
 
@@ -350,6 +353,7 @@ def find_matches(model: Any, place: Place, order: Any = "outermost") -> list[Mat
 
 def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
     """What a model has instead of a place that it does not have: a fact and a fix."""
+    # What narrows a place that is there is more likely wrong than the place.
     if where != Where(where.what) and (count := len(find_matches(model, where.what))):
         return f"without within= and outside= it fits {count}", "Correct what narrows it."
     layers = find_matches(model, is_layer, "inner first")

@@ -85,6 +85,7 @@ def find_original(node: Any) -> Original | None:
     if type(node) is Original:
         return node
     if type(node) is Inserted:
+        # A pair on the way came later, and is around the Original that is looked for.
         own = find_original(node.body) if node.holds_original else None
         return own and find_original(own.body)
     found = (find_original(part) for _, part in kind_of(node).parts(node))

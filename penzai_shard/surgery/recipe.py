@@ -82,6 +82,7 @@ class Recipe:
         for outcome in outcomes:
             problems.extend(outcome.problems)
         is_unfit = all(problem.kind == UNFIT for problem in problems)
+        # A function of the user that raised is shown with its traceback.
         try:
             problems.raise_if_any(SelectionError if is_unfit else RuleTypeError)
         except RuleTypeError as error:
@@ -92,6 +93,7 @@ class Recipe:
         if isinstance(model, type):
             what, fix = f"{model.__name__} is a class", f"Give a model: {model.__name__}(...)."
             raise RuleTypeError("a recipe is for models:", [Problem("", what, fix)])
+        # An edit that does not fit leaves the model to the next, so that all problems are found.
         outcomes: list[Outcome] = []
         for edit in self.edits:
             outcomes.append(edit.run(outcomes[-1].model if outcomes else model))
@@ -131,6 +133,7 @@ class Recipe:
         Raises:
             SelectionError, RuleTypeError: As ``apply`` and ``check_equivalent``.
         """
+        # Imported here: few who apply recipes check them.
         from penzai_shard.surgery.equivalence.check import check_equivalent
 
         outcomes = self._run(model)
@@ -138,6 +141,7 @@ class Recipe:
         if whole.ok:
             return whole
         for number, outcome in enumerate(outcomes, 1):
+            # If all before are right, it is the last, and nothing is compared once more.
             is_last = number == len(outcomes)
             if is_last or not check_equivalent(model, outcome.model, *args, **side_inputs).ok:
                 break

@@ -118,6 +118,7 @@ def roll_layer_stacks(unroll: int = 1, policy: Any = "everything") -> Recipe:
     >>> roll_layer_stacks()[0].options
     (('unroll', 1), ('policy', 'everything'))
     """
+    # Stacks in stacks are rolled from the inside out.
     roll, options = RolledLayerStack.from_layer_stack, {"unroll": unroll, "policy": policy}
     return Recipe(replace(pz.nn.LayerStack, roll, nested=True, **options))
 
@@ -130,6 +131,7 @@ def shard_by_rules(layer: Any, mesh: AnyMesh, rules: AxisRules, min_size: int = 
     """
     parameters = [leaf for leaf in flatten(layer)[0] if leaf.role == "parameter"]
     whole = sorted({name for leaf in parameters for name in leaf.names or () if name}, key=str)
+    # Of activations a rule for the largest dimension would split any, which nobody asked for.
     by_name = [rule for rule in rules.rules if rule.logical_axis is not None or rule == IDENTITY]
     activation_rules = AxisRules(dict.fromkeys(whole)) | AxisRules(by_name)
     return ShardMapped(layer, mesh, rules, activation_rules, min_size=min_size)
@@ -162,6 +164,7 @@ def manual_fsdp(where: Place, mesh: AnyMesh, rules: Any = None, *, min_size: int
     >>> manual_fsdp(pz.nn.Linear, mesh, rules).apply(layer).activation_rules
     AxisRules('a' -> None; 'b' -> None; 'batch' -> 'data')
     """
+    # Read here, so that a wrong rule is told where it is written.
     request = arguments.read("manual_fsdp", mesh, rules)
     options: dict[str, Any] = {"mesh": request.mesh, "rules": request.rules, "min_size": min_size}
     return Recipe(wrap(where, shard_by_rules, **options))
