@@ -67,14 +67,10 @@ class LayoutFiles:
         if ("layout" in found) == ("parameters" in found):
             fix = 'Write layout = "fully_sharded", or the tables [parameters] and [compute].'
             problems.add("layout", "either a preset or parameters are needed", fix)
-        preset, shape = found.get("layout", "zero1"), found.get("mesh", {})
+        preset = found.get("layout", "zero1")
         if not isinstance(options := found.get("options", {}), dict):
             problems.add("options", f"{options!r} is no table", "Write options = { min_size = 8 }.")
         add_unknown(problems, "layout", [preset], PRESETS)
-        sizes = [*shape.values()] if isinstance(shape, dict) else [None]
-        if not all(type(x) is int and x > 0 for x in (*sizes, found.get("microbatches", 1))):
-            what = "the sizes of the mesh and the microbatches are natural numbers"
-            problems.add("", what, "Write mesh = { data = 8 } and microbatches = 4.")
         try:
             given = found.keys() & {*_FIELDS}
             fields = {key: _read_field(key, found[key], problems) for key in given}
@@ -86,7 +82,7 @@ class LayoutFiles:
                 layout = cls(**{"compute": {"batch": "data"}} | fields)
         except ShardingError as error:
             raise RuleTypeError(problems.headline, error.problems) from error
-        return LayoutFile(layout, shape or None, found.get("microbatches"))
+        return LayoutFile(layout, found.get("mesh"), found.get("microbatches"))
 
     def to_toml(
         self,
