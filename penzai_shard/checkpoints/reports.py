@@ -73,9 +73,11 @@ def describe_checkpoint(path: Any) -> Report:
         return _describe_run(manager, manager.steps())
 
     rows = [(name, str(record), record.nbytes) for name, record in sorted(manifest.records.items())]
+    is_named = any(record.names for record in manifest.records.values())
+    notes = [] if is_named else ["no logical axes are stored: restoring compares shapes only"]
     columns, facts = (_PATH, Column("array"), _SIZE), {"path": manifest.path, "kind": manifest.kind}
     verdict = f"{manifest.kind or 'plain Orbax'}: {_count_arrays(manifest.records)}"
-    return Report("Checkpoint", verdict, columns, rows, facts=facts)
+    return Report("Checkpoint", verdict, columns, rows, notes, facts=facts)
 
 
 def _describe_run(manager: CheckpointManager, steps: list[int]) -> Report:

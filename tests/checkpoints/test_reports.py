@@ -56,6 +56,7 @@ def test_describe_checkpoint_of_other_programs(tmp_path):
         report = pzs.describe_checkpoint(path)
         arrays = {path: row["array"] for path, row in rows_of(report).items()}
         assert arrays == {"v": "int32[3]", "w": "float32[2, 4]"}
+        assert len(report.notes) == 1
         verified = pzs.verify_checkpoint(path)
         assert verified.ok
         assert {row["state"] for row in rows_of(verified).values()} == {"unchecked"}
