@@ -102,7 +102,7 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
     from penzai_shard.inspection.locks import ShardingLock
 
     found = inputs.read_object(step)
-    compiled = inputs.run(step, found) if callable(found) else found
+    compiled = inputs.run_user_code(step, found) if callable(found) else found
     if not isinstance(compiled, CompiledStep):
         what = f"{step} gives a {type(compiled).__name__}, not a compiled step"
         fix = "Let it return compile_step(step, state, tokens=tokens)."
@@ -157,7 +157,7 @@ def choose(
         choices = choose_layout(
             inputs.read_model(model) if ":" in model else model_of_config(model),
             inputs.read_object(loss) if loss else predict_tokens,
-            update if ":" in optimizer else inputs.run(name, lambda: update(1e-3)),
+            update if ":" in optimizer else inputs.run_user_code(name, lambda: update(1e-3)),
             keep={x.logical_axis: x.mesh_axes for x in AxisRules(inputs.read_rules(keep)).rules},
             **options,
         )

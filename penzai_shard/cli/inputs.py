@@ -37,7 +37,7 @@ def read_object(reference: str) -> Any:
     is_file = place.endswith(".py")
     if is_file and not pathlib.Path(place).is_file():
         raise make_error(f"there is no file {place!r}", "Write the path of a file.")
-    module = run(place, lambda: _import_file(place) if is_file else _import_module(place))
+    module = run_user_code(place, lambda: _import_file(place) if is_file else _import_module(place))
     if not hasattr(module, name):
         near = nearest(name, vars(module)) or "name"
         raise make_error(f"{place} has no {name!r}", f"Write {place}:{near}.")
@@ -71,10 +71,10 @@ def read_shapes(reference: str) -> Any:
     # A model can mostly be called too, and has arrays.
     if leaves_of(found) or not callable(found):
         return found
-    return run(reference, lambda: abstract_model(found))
+    return run_user_code(reference, lambda: abstract_model(found))
 
 
-def run(name: str, code: Callable[[], Any]) -> Any:
+def run_user_code(name: str, code: Callable[[], Any]) -> Any:
     """What code of a user gives, which may fail in any way.
 
     Args:

@@ -47,7 +47,7 @@ def read_peak(program: Program, temporary_bytes: int) -> list[Value]:
         program: A compiled program, in the order in which it runs.
         temporary_bytes: What the compiler says that temporaries take on one device.
     """
-    held = _Peaks(program).of(program.entry)
+    held = _Peaks(program).find(program.entry)
     explained = sum(map(_bytes, held))
     if not temporary_bytes <= 2 * explained <= 4 * temporary_bytes:
         return []
@@ -74,9 +74,9 @@ class _Peaks:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.of = functools.cache(self._of)
+        self.find = functools.cache(self._find)
 
-    def _of(self, name: str) -> tuple[Place, ...]:
+    def _find(self, name: str) -> tuple[Place, ...]:
         # The last instruction that reads each value. What the result consists of is no temporary.
         owners: dict[Place, Place | None] = {}
         last: dict[Place | None, Instruction] = {}
@@ -112,7 +112,7 @@ class _Peaks:
         """What is there at the moment of most of what an instruction runs."""
         if one.opcode not in ("call", "conditional", "while"):
             return ()
-        peaks = map(self.of, one.called)
+        peaks = map(self.find, one.called)
         return max(peaks, key=lambda places: sum(map(_bytes, places)), default=())
 
     def _owner(self, place: Place, known: Mapping[Place, Place | None]) -> Place | None:

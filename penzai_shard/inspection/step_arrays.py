@@ -121,9 +121,9 @@ def _read_arrays(trees: Mapping[str, Any], values: Sequence[Any], part: str) -> 
     return [found[id(value)].pop(0) for value in values]
 
 
-def _arrays_in(tree: Any, is_node: Callable[[Any], bool]) -> set[int]:
+def _arrays_in(tree: Any, is_wanted: Callable[[Any], bool]) -> set[int]:
     """The identities of the arrays in nodes of a kind."""
-    nodes = filter(is_node, jax.tree.leaves(tree, is_leaf=is_node))
+    nodes = filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted))
     return {id(value) for value in jax.tree.leaves([*nodes])}
 
 
