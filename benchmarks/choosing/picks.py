@@ -135,9 +135,8 @@ def pick_under(
     held = sorted(price.memory for price in exact)
     limit = held[min(int(part * len(held)), len(held) - 1)] * (1 + SLACK)
     most = min(max(len(exact) // 6, 1), 12)
-    found = search(
-        estimates, kinds, lambda numbers: [exact[i] for i in numbers], limit, most, least
-    )
+    given = dict(enumerate(estimates)), dict(enumerate(kinds))
+    found = search(*given, lambda numbers: [exact[i] for i in numbers], limit, most, least)
     best = min(price for price in exact if price.memory <= limit)
     fitting = [(price, number) for number, price in found.items() if price.memory <= limit]
     if not fitting:
@@ -224,9 +223,8 @@ def judge_picks(name: str, question: Question, truth: Mapping[str, Verdict]) -> 
         if ratio > 1 + 1e-6:
             print(f"  bound {ratio:.4f} of the compiled: {one.words}")
     # As ``choose_layout`` does, where everything fits.
-    held = search(
-        estimates, kinds, lambda some: [exact[i] for i in some], math.inf, COMPILED, min(bounds)
-    )
+    given = dict(enumerate(estimates)), dict(enumerate(kinds))
+    held = search(*given, lambda some: [exact[i] for i in some], math.inf, COMPILED, min(bounds))
     best = min(held.values()).seconds
     left = [i for i, least in enumerate(bounds) if i not in held and least * (1 + MOST_GAP) < best]
     if len(held) + len(left) <= 3 * COMPILED:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from penzai_shard.arrays.kinds import itemsize
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
-from penzai_shard.choosing.cost import Prices, StepCost
+from penzai_shard.choosing.cost import Prices, StepCost, count_flops
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.spmd import DeviceProgram
@@ -171,8 +171,7 @@ def _count_by_length(program: DeviceProgram) -> dict[int, float]:
     found = collections.defaultdict[int, float](float)
     for each in program.operations:
         if each.kind == _PRODUCT:
-            summed, size = _count_summed(program, each), math.prod(program.shapes[each.results[0]])
-            found[summed] += 2.0 * size * summed * (each.times or 1)
+            found[_count_summed(program, each)] += count_flops(program, each) * (each.times or 1)
     return found
 
 

@@ -20,7 +20,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.hardware import Hardware
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import Problems, RuleTypeError
-from penzai_shard.layouts.axis_roles import axes_of_role
+from penzai_shard.layouts.axis_roles import FoundRoles, axes_of_role
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import MIN_SIZE, TABLES, add_unknown
 from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
@@ -177,15 +177,25 @@ def stored_bytes(
 
 def read_tables(workload: Workload, candidate: Candidate) -> dict[str, AxisRules]:
     """The tables of a layout in the model's own names; of the optimizer in any case."""
-    found = candidate.layout.find_roles(_small_model(workload), candidate.mesh).tables
-    return {"optimizer": found["parameters"], **found}
+    return find_roles(_small_model(workload), candidate).tables
+
+
+def find_roles(model: Any, candidate: Candidate) -> FoundRoles:
+    """The roles of a layout in a model, with a table for the optimizer in any case."""
+    found = candidate.layout.find_roles(model, candidate.mesh)
+    tables = {"optimizer": found.tables["parameters"], **found.tables}
+    return dataclasses.replace(found, tables=tables)
+
+
+def make_small(model: Any) -> list[Any]:
+    """One array for each of the different shapes of a model's named arrays."""
+    shapes = sorted({(x.names, x.shape) for x in leaves_of(model) if x.names}, key=str)
+    return [make_named(jax.ShapeDtypeStruct(shape, "float32"), names) for names, shape in shapes]
 
 
 @functools.lru_cache(maxsize=4)
 def _small_model(workload: Workload) -> list[Any]:
-    """One array for each of the different shapes of the model's named arrays."""
-    shapes = sorted({(x.names, x.shape) for x in leaves_of(workload.model) if x.names}, key=str)
-    return [make_named(jax.ShapeDtypeStruct(shape, "float32"), names) for names, shape in shapes]
+    return make_small(workload.model)
 
 
 # Candidates
@@ -279,12 +289,9 @@ class _Maker:
             what = f"{[*policies]} need blocks, and no layout knows those of the model"
             problems.add("rematerialise", what, "Leave it out, or name layers with blocks=.")
         self.kept = self._read_keep(keep, meshes, problems)
+        problems.raise_if_any(RuleTypeError)
         # The mesh axes that are kept for the model.
         self.taken = {x for role in ("seq", *self.split) for x in self.kept.get(role, ())}
-        for axis in sorted(self.taken.intersection(self.kept.get("batch", ()))):
-            what = f"mesh axis {axis!r} is kept for what layers split, too"
-            problems.add("keep['batch']", what, "Give them different mesh axes.")
-        problems.raise_if_any(RuleTypeError)
         wanted = {*itertools.chain(*self.kept.values())}
         self.meshes = [sizes for sizes in meshes if wanted <= sizes.keys()]
         if count := len(meshes) - len(self.meshes):

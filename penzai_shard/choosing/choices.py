@@ -45,8 +45,6 @@ class Choice:
         hardware: The devices.
         priced_by: ``"compiled"``, ``"compiled (1 and 2 of 80 blocks)"``, or ``"estimated"``.
         step_options: What the step is built with besides.
-        pays: What takes longer than in the pick, and by how many seconds: the three that matter
-            most, then what it saves most, less than 0.
     """
 
     candidate: Candidate
@@ -54,7 +52,6 @@ class Choice:
     hardware: Hardware
     priced_by: str
     step_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    pays: tuple[tuple[str, float], ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -112,16 +109,17 @@ class Choice:
             spent[text] = step_time(alone, self.mesh_sizes, self.hardware).send
         return spent
 
-    def against(self, pick: "Choice") -> "Choice":
-        """The same with what it pays more for than the pick."""
-        keys = dict.fromkeys((*self.spending, *pick.spending))
+    def pays(self, pick: "Choice") -> list[tuple[str, float]]:
+        """What takes longer than in the pick, and by how many seconds.
+
+        The three that matter most, then what it saves most, less than 0.
+        """
+        keys = {**self.spending, **pick.spending}
         more = [(key, self.spending.get(key, 0.0) - pick.spending.get(key, 0.0)) for key in keys]
-        more = sorted(
-            (pair for pair in more if abs(pair[1]) > _SMALL * pick.seconds),
-            key=lambda pair: (-pair[1], pair[0]),
-        )
+        more = [pair for pair in more if abs(pair[1]) > _SMALL * pick.seconds]
+        more.sort(key=lambda pair: (-pair[1], pair[0]))
         paid = [pair for pair in more if pair[1] > 0][:_MORE_SHOWN]
-        return dataclasses.replace(self, pays=(*paid, *(x for x in more[-1:] if x[1] < 0)))
+        return paid + [pair for pair in more[-1:] if pair[1] < 0]
 
     def mesh(
         self, devices: Sequence[jax.Device] | None = None, *, abstract: bool = False
@@ -229,7 +227,7 @@ class Choices(HasReport, Sequence[Choice]):
         rows = []
         for each in self:
             time, over = each.time, [each.time.by_mesh_axis.get(axis) for axis in axes]
-            more = (f"{seconds_text(abs(n))} {_MORE[n > 0]} {what}" for what, n in each.pays)
+            more = (f"{seconds_text(abs(n))} {_MORE[n > 0]} {x}" for x, n in each.pays(best))
             pays = "; ".join(more) or None
             figures = time.bound, time.compute, *over, time.update, each.memory_bytes
             rows.append((each.candidate.words, *figures, each.priced_by, pays))

@@ -7,7 +7,6 @@ Nothing runs, and the same question has the same answer on every machine.
 
 import collections
 import contextlib
-import functools
 import itertools
 import math
 import statistics
@@ -23,7 +22,6 @@ from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
 from penzai_shard.choosing.search import CERTAIN, Price, search
-from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.workload import Workload, read_options, read_workload
 from penzai_shard.errors import (
     CompilationError,
@@ -162,7 +160,7 @@ def choose_layout(
         headline = f"{fits} into {bytes_text(pricing.limit)} on each device:"
         raise NothingFitsError(headline, [pricing.find_nearest()])
     return Choices(
-        tuple(each.against(ranked[0]) for each in ranked),
+        tuple(ranked),
         tuple(sorted((pricing.estimates | pricing.exact).values(), key=_rank)),
         question,
         on.memory,
@@ -217,8 +215,8 @@ class PricedCandidates:
         self.workload, self.devices = workload, devices
         # The plainest come first, in whatever order they are given.
         self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
-        self.prices, self.cut = Prices(workload), cut_model(workload)
-        self.free = 0.0 if self.cut is None else _FREE
+        self.prices = Prices(workload)
+        self.free = _FREE if self.prices.blocks > 1 else 0.0
         self.limit = (1 - self.free) * devices.memory
         self.estimates: dict[int, Choice] = {}
         self.exact: dict[int, Choice] = {}
@@ -327,11 +325,9 @@ class PricedCandidates:
             # Twice, for estimates of memory are mostly wrong by one factor.
             for _ in range(2):
                 self.price_ways(most, error)
-                numbers = sorted(self.estimates)
-                prices = [self.estimates[number].price for number in numbers]
-                kinds = [self._kinds(number) for number in numbers]
-                compile_lot = functools.partial(self.compile, numbers)
-                search(prices, kinds, compile_lot, self.limit, most, self.least)
+                prices = {number: each.price for number, each in sorted(self.estimates.items())}
+                kinds = {number: self._kinds(number) for number in prices}
+                search(prices, kinds, self.compile, self.limit, most, self.least)
                 if any(self.is_certain(each.seconds) for each in self.rank()):
                     break
                 ratios = [
@@ -346,20 +342,14 @@ class PricedCandidates:
             tables = [x for x in self.tables if self.bounds[x[0]] * (1 + _GAP) < best.seconds]
             left = [number for own in tables for number in own if number not in self.exact]
             if len(self.exact) + len(left) <= most and all(map(self._is_possible, tables)):
-                self.compile(left, range(len(left)))
+                self.compile(left)
 
-    def compile(self, numbers: Sequence[int], lot: Sequence[int]) -> list[Price]:
-        """The prices of compiled steps, of a deep model by one and two of its blocks.
-
-        Args:
-            numbers: The numbers of candidates.
-            lot: Which of these to compile.
-        """
-        new = [numbers[i] for i in lot if numbers[i] not in self.exact]
+    def compile(self, numbers: Sequence[int]) -> list[Price]:
+        """The prices of the compiled steps of some candidates."""
+        new = [number for number in numbers if number not in self.exact]
         costs = compile_candidates(self.workload, [self.candidates[number] for number in new])
-        how = "compiled"
-        if self.cut is not None:
-            how = f"compiled (1 and 2 of {self.cut.blocks} blocks)"
+        blocks = self.prices.blocks
+        how = f"compiled (1 and 2 of {blocks} blocks)" if blocks > 1 else "compiled"
         for number, cost in zip(new, costs, strict=True):
             if isinstance(cost, StepCost):
                 self._add(self.exact, number, cost, how)
@@ -367,7 +357,7 @@ class PricedCandidates:
                 self.left_out[str(cost).partition("\n")[0]] += 1
         # What the compiler refuses does not fit.
         refused = Price(math.inf, math.inf, math.inf)
-        found = (self.exact.get(numbers[i]) for i in lot)
+        found = map(self.exact.get, numbers)
         return [refused if each is None else each.price for each in found]
 
     def rank(self) -> list[Choice]:

@@ -154,7 +154,7 @@ def price_program(program: DeviceProgram) -> StepCost:
         if each.times is None:
             problems.add(each.name, "it runs in such a loop", "Write jax.lax.scan, or fori_loop.")
         elif each.kind in _PRODUCTS:
-            flops += each.times * _count_flops(program, each)
+            flops += each.times * count_flops(program, each)
         else:
             traffic.add(each, each.times)
     problems.raise_if_any(PropagationError)
@@ -171,7 +171,7 @@ def _find_phase(operation: Operation) -> str:
     return "backward" if "transpose(" in operation.name else "forward"
 
 
-def _count_flops(program: DeviceProgram, product: Operation) -> float:
+def count_flops(program: DeviceProgram, product: Operation) -> float:
     """Two for each element of the result and each that is summed for it, on one device."""
     (result,), second, rule = product.results, product.operands[1], product.rule
     assert rule is not None

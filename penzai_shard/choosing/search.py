@@ -40,8 +40,8 @@ class Price(NamedTuple):
 
 
 def search(
-    estimates: Sequence[Price],
-    kinds: Sequence[Sequence[Hashable]],
+    estimates: Mapping[int, Price],
+    kinds: Mapping[int, Sequence[Hashable]],
     compile: Callable[[list[int]], Sequence[Price]],
     limit: float,
     most: int,
@@ -54,9 +54,9 @@ def search(
     quicker.
 
     Args:
-        estimates: What each candidate costs, about.
-        kinds: For each candidate what it has in common with others, the closest first.
-        compile: Gives the exact prices of some candidates, by their numbers.
+        estimates: What each candidate costs, about, by its number.
+        kinds: What each has in common with others, the closest first.
+        compile: Gives the exact prices of some candidates.
         limit: The memory of a device, in bytes.
         most: How many candidates to compile.
         least: The seconds below which none can be.
@@ -64,16 +64,17 @@ def search(
     Returns:
         The exact price of each candidate that was compiled.
 
-    >>> estimates = [Price(1.0, 1.0, 9.0), Price(2.0, 2.0, 5.0), Price(3.0, 3.0, 1.0)]
-    >>> exact = [Price(1.1, 1.1, 9.0), Price(2.1, 2.1, 5.0), Price(3.1, 3.1, 1.0)]
-    >>> search(estimates, [[()]] * 3, lambda numbers: [exact[i] for i in numbers], 6.0, 3)[1]
+    >>> estimates = {7: Price(1.0, 1.0, 9.0), 8: Price(2.0, 2.0, 5.0)}
+    >>> exact = {7: Price(1.1, 1.1, 9.0), 8: Price(2.1, 2.1, 5.0)}
+    >>> kinds = {7: [()], 8: [()]}
+    >>> search(estimates, kinds, lambda numbers: [exact[i] for i in numbers], 6.0, 3)[8]
     Price(seconds=2.1, total=2.1, memory=5.0)
     """
     exact: dict[int, Price] = {}
     end = 4 * most
     while len(exact) < end:
         corrected = _correct(estimates, exact, kinds)
-        left = [number for number in range(len(estimates)) if number not in exact]
+        left = [number for number in estimates if number not in exact]
         best = min((p.seconds for p in exact.values() if p.memory <= limit), default=None)
         if best is not None:
             # However late the first that fits is found, some that may be quicker are compiled.
@@ -106,8 +107,10 @@ def search(
 
 
 def _correct(
-    estimates: Sequence[Price], exact: Mapping[int, Price], kinds: Sequence[Sequence[Hashable]]
-) -> list[Price]:
+    estimates: Mapping[int, Price],
+    exact: Mapping[int, Price],
+    kinds: Mapping[int, Sequence[Hashable]],
+) -> dict[int, Price]:
     """The estimates times the median error of what was compiled and is the most alike."""
     errors = collections.defaultdict[Hashable, list[tuple[float, float]]](list)
     for number, price in exact.items():
@@ -115,10 +118,9 @@ def _correct(
         error = price.seconds / (estimate.seconds or 1e-12), price.memory / (estimate.memory or 1)
         for kind in kinds[number]:
             errors[kind].append(error)
-    corrected = []
-    for estimate, own in zip(estimates, kinds, strict=True):
-        alike = next((errors[kind] for kind in own if kind in errors), [(1.0, 1.0)])
+    corrected = {}
+    for number, (seconds, total, held) in estimates.items():
+        alike = next((errors[kind] for kind in kinds[number] if kind in errors), [(1.0, 1.0)])
         time, memory = map(statistics.median, zip(*alike, strict=True))
-        seconds, total = estimate.seconds * time, estimate.total * time
-        corrected.append(Price(seconds, total, estimate.memory * memory))
+        corrected[number] = Price(seconds * time, total * time, held * memory)
     return corrected

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.candidates import Candidate, find_roles, make_small
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import (
     PlanError,
@@ -86,20 +86,15 @@ def _read_tables(model: Any, candidate: Candidate) -> _Tables:
     Raises:
         RuleTypeError, MeshError: As ``Layout.for_model``.
     """
-    layout, mesh = candidate.layout, candidate.mesh
-    found = layout.find_roles(model, mesh)
-    rules = {"optimizer": found.tables["parameters"], **found.tables}
-    named = [leaf for leaf in leaves_of(model) if leaf.names is not None]
+    layout, found, sizes = candidate.layout, find_roles(model, candidate), candidate.mesh_sizes
+    rules, leaves = found.tables, leaves_of(model)
 
     def read(table: str) -> list[Spec]:
         own = rules[table].rules
-        return [
-            decide(own, leaf.names, leaf.shape, candidate.mesh_sizes, "replicate").mesh_axes
-            for leaf in named
-        ]
+        return [decide(own, x.names, x.shape, sizes, "replicate").mesh_axes for x in leaves]
 
     gathers = read("parameters") != read("compute")
-    in_use = {axis for axis, size in candidate.mesh_sizes if size > 1}
+    in_use = {axis for axis, size in sizes if size > 1}
     is_idle = not in_use or not in_use <= {*mesh_axes_of("batch", [layout.compute])}
     has_between, has_vocabulary = "between_blocks" in rules, bool(found.split["vocabulary"])
     splits_layers = has_between or has_vocabulary or any(found.split[x] for x in IN_LAYERS)
@@ -121,7 +116,7 @@ def _read_tables(model: Any, candidate: Candidate) -> _Tables:
         is_idle or not gathers,
     )
     split = found.split | {"vocabulary": ("vocabulary",) * splits_vocabulary}
-    return _Tables(rules, split, structure, candidate.mesh_sizes)
+    return _Tables(rules, split, structure, sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -144,7 +139,7 @@ class MarkedSteps:
     """
 
     def __init__(self, workload: Workload, model: Any) -> None:
-        self._workload, self._model = workload, model
+        self._workload, self._model, self._small = workload, model, make_small(model)
         leaves = [*leaves_of(model), *leaves_of(dict(workload.inputs))]
         roles = [name for role in ("batch", "seq") for name in axes_of_role(role, workload.names)]
         names = (name for leaf in leaves for name in leaf.names or ())
@@ -159,7 +154,7 @@ class MarkedSteps:
             RuleTypeError, MeshError: As ``Layout.build``.
             PropagationError: Something runs per device, or Shardy refuses the program.
         """
-        tables = _read_tables(self._model, candidate)
+        tables = _read_tables(self._small, candidate)
         if tables.structure not in self._programs:
             self._programs[tables.structure] = self._lower(tables)
         program, leaves, kept = self._programs[tables.structure]

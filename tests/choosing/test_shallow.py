@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,14 +124,6 @@ def test_cut_model_keeps_a_parameter_that_all_blocks_share():
 # Others
 
 
-class Equinox(eqx.Module):
-    layers: list
-
-    def __init__(self, layers=4):
-        keys = jax.random.split(jax.random.key(0), layers)
-        self.layers = [eqx.nn.MLP(8, 8, 16, 1, key=key) for key in keys]
-
-
 class NnxLayer(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(8, 16, rngs=rngs)
@@ -170,7 +161,6 @@ def run_dict(layer, x):
 
 
 PROGRAMS = {
-    "equinox": (Equinox, lambda m, x: run_all(m.layers, x, lambda layer, x: jax.vmap(layer)(x)), 4),
     "nnx": (Nnx, lambda m, x: run_all(m.layers, x, run_nnx), 4),
     "dict": (build_dict, lambda m, x: run_all(m.values(), x, run_dict), 12),
     "some": (Nnx, lambda m, x: run_all(m.layers[:3], x, run_nnx), None),

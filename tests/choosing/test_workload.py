@@ -14,7 +14,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.workload import read_options, read_workload
 from penzai_shard.errors import RuleTypeError
-from tests.choosing.models import LIBRARIES, TOKENS, build_dict, make_weights
+from tests.choosing.models import LIBRARIES, build_dict, make_weights
 from tests.models import penzai_mlp
 from tests.refusals import problem_paths, problems_of, refused
 
@@ -69,27 +69,6 @@ def test_read_workload_calls_axes_by_the_names_that_are_given():
 
 
 # What is built
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_build_gives_plain_arrays_to_those_who_take_them(library):
-    build, apply, plain_arrays = LIBRARIES[library]
-
-    def loss_fn(model, rng, state, x):
-        assert x.shape == (8, 8)  # One of two microbatches.
-        return jnp.mean(apply(model, x) ** 2), state, {}
-
-    workload = read(build(), loss_fn, batch={"x": TOKENS}, plain_arrays=plain_arrays)
-    assert dict(workload.inputs["x"].named_shape) == {"batch": 16}
-    wide = {"mlp" if library in ("linen", "nnx") else "neurons": "model"}
-    layout = pzs.Layout(parameters=wide, compute={"batch": "data", **wide}, blocks=())
-    candidate = Candidate((("data", 2), ("model", 4)), layout, microbatches=2)
-    step, state, inputs = workload.build(candidate)
-    assert inputs["x"].sharding.spec == jax.P("data")
-    held = [sorted(x.sharding.shard_shape(x.shape)) for x in state.trained_arrays.values()]
-    assert sorted(held) == [[32, 32], [32, 32], [32, 64]]
-    new_state, aux = jax.eval_shape(lambda state, x: step(state, x=x), state, inputs["x"])
-    assert (new_state.step.shape, aux["loss"].shape) == ((), ())
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
