@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import StepCost
 from penzai_shard.choosing.hardware import Hardware, StepTime, step_time
@@ -119,13 +121,15 @@ class Choice:
         paid = [pair for pair in more if pair[1] > 0][:_MORE_SHOWN]
         return paid + [pair for pair in more[-1:] if pair[1] < 0]
 
-    def mesh(self) -> AnyMesh:
-        """The mesh, over all devices; ``make_mesh(choice.mesh_sizes, ...)`` lays others.
+    def mesh(
+        self, devices: Sequence[jax.Device] | None = None, *, abstract: bool = False
+    ) -> AnyMesh:
+        """The mesh, over all devices if none are given; the arguments are those of ``make_mesh``.
 
         Raises:
             MeshError: There are more devices, or fewer.
         """
-        return make_mesh(self.mesh_sizes)
+        return make_mesh(self.mesh_sizes, devices, abstract=abstract)
 
     def build(
         self,

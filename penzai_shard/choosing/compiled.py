@@ -16,8 +16,8 @@ import jax
 
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import StepCost, extrapolate
-from penzai_shard.choosing.device_program import refuse_meshes
 from penzai_shard.choosing.shallow import cut_model
+from penzai_shard.choosing.spmd import refuse_meshes
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.attribution import Part
@@ -29,17 +29,12 @@ from penzai_shard.inspection.memory import make_memory_report
 from penzai_shard.jax_internals import compiler
 from penzai_shard.layouts.axis_roles import mesh_axes_of
 
-_FLAGS: dict[str, Any] = {
-    # Nothing of it runs: code is made as fast as it can be.
-    "xla_cpu_parallel_codegen_split_count": 1,
+_FLAGS = compiler.QUICK_CODE | {
     # What is computed again must not be free to come early, nor may gradients wait for each other
     # to be summed together; and float16 must not be sent and held in float32. The order is the
     # usual one: a memory-optimised one holds what is computed again until gradients are made of it.
     "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner,change-op-data-type",
 }
-if jax.__version_info__ < (0, 11):
-    # The older of two ways to make code is faster; later releases have one, and refuse the flag.
-    _FLAGS["xla_cpu_use_fusion_emitters"] = False
 
 
 def compile_candidates(
@@ -59,7 +54,8 @@ def compile_candidates(
     Raises:
         PlanError, MeshError, RuleTypeError: As ``Layout.build``.
     """
-    (models, blocks), threads = cut_model(workload), ThreadPoolExecutor(2)
+    cut, threads = cut_model(workload), ThreadPoolExecutor(2)
+    models = [workload.model] if cut is None else [cut.one, cut.two]
     # What the compiler says of layouts that are not taken, nobody needs.
     with read_standard_error([], goes_on=False):
         try:
@@ -67,7 +63,7 @@ def compile_candidates(
                 [_start(workload, x, model, threads) for model in models] for x in candidates
             ]
             pairs = zip(candidates, started, strict=True)
-            return [_read_costs(*pair, blocks) for pair in pairs]
+            return [_read_costs(*pair, 1 if cut is None else cut.blocks) for pair in pairs]
         finally:
             # Whoever interrupts does not wait for what has not begun.
             threads.shutdown(cancel_futures=True)
@@ -96,10 +92,10 @@ def _read_costs(
 ) -> StepCost | CompilationError:
     """The cost of a step, or of all blocks by that of one and of two."""
     try:
-        costs = [_read_cost(candidate, step, future.result()) for step, future in started]
+        one, *two = [_read_cost(candidate, step, future.result()) for step, future in started]
     except jax.errors.JaxRuntimeError as error:
         return CompilationError(f"choose_layout: the compiler says: {error}")
-    return extrapolate(costs, blocks)
+    return extrapolate(one, two[0], blocks) if two else one
 
 
 # A compiled step
