@@ -7,7 +7,6 @@ https://github.com/jax-ml/jax/blob/main/jax/_src/compiler.py
 """
 
 import functools
-import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,14 +24,6 @@ from jaxlib.mlir import ir
 # Nothing of a program will run, so its code need not be good. It takes half the time to compile;
 # collectives and memory are the same to the byte.
 _FOR_CPUS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Flags with which code is made as fast as it can be, by the older of two ways; it is worse code.
-# Later releases lack the way, and refuse a program that asks for it.
-QUICK_CODE: dict[str, Any] = {}
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    QUICK_CODE = {
-        "xla_cpu_parallel_codegen_split_count": 1,
-        "xla_cpu_use_fusion_emitters": False,
-    }
 # The type of the elements of a tensor, or of one number.
 _BFLOAT16 = re.compile(r"(?<=[x<\s])bf16\b")
 
