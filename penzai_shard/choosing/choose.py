@@ -13,7 +13,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from penzai_shard.choosing.bound import bound
 from penzai_shard.choosing.candidates import Candidate, make_candidates, mesh_shapes, stored_bytes
@@ -147,8 +147,10 @@ def choose_layout(
         interrupted = True
         if not pricing.rank():
             raise
-    reasons = sorted((candidates.left_out + pricing.left_out).items())
-    left_out = [f"{n:,} table{'s' * (n > 1)} left out: {why}" for why, n in reasons]
+    counts = candidates.left_out + pricing.left_out
+    left_out = [f"{n:,} table{'s' * (n > 1)} left out: {why}" for why, n in sorted(counts.items())]
+    refused = collections.Counter(pricing.refused.values())
+    left_out += [f"{n:,} layout{'s' * (n > 1)} left out: {why}" for why, n in refused.items()]
     mistakes = [Problem("", why) for why in left_out]
     if not pricing.tables:
         raise PlanError(f"there is no sane layout for {question}:", mistakes)
@@ -165,7 +167,7 @@ def choose_layout(
         question,
         on.memory,
         pricing.free,
-        sum(map(len, pricing.tables)),
+        sum(len(table.ways) for table in pricing.tables),
         pricing.find_gap(ranked[0]),
         interrupted,
         tuple(left_out),
@@ -200,6 +202,20 @@ def _way(candidate: Candidate) -> tuple[bool, str, int]:
     return layout.reshard_after_forward, str(policy or ""), candidate.microbatches
 
 
+class _Table(NamedTuple):
+    """What is known of a table of rules before it is priced.
+
+    Attributes:
+        bound: The seconds that no way of it can beat.
+        stored: The bytes of parameters and optimizer.
+        ways: The numbers of its candidates, the plainest first.
+    """
+
+    bound: float
+    stored: float
+    ways: list[int]
+
+
 class PricedCandidates:
     """Candidates, and what is known of their prices; Ctrl-C leaves what there is.
 
@@ -220,26 +236,23 @@ class PricedCandidates:
         self.limit = (1 - self.free) * devices.memory
         self.estimates: dict[int, Choice] = {}
         self.exact: dict[int, Choice] = {}
-        tables: dict[Hashable, list[int]] = collections.defaultdict(list)
+        by_table = collections.defaultdict[Hashable, list[int]](list)
         for number, each in enumerate(self.candidates):
-            tables[each.table].append(number)
-        stored = {
-            own[0]: stored_bytes(workload, self.candidates[own[0]]) for own in tables.values()
-        }
+            by_table[each.table].append(number)
+        tables = []
+        for ways in by_table.values():
+            # Of its ways the last has the most microbatches, and so the least bound.
+            first, last = (self.candidates[ways[place]] for place in (0, -1))
+            least = bound(workload, last, devices.hardware)
+            tables.append(_Table(least, stored_bytes(workload, first), ways))
         # If none can be stored, the leanest says by how much.
-        limit = max(devices.memory, min(stored.values(), default=0))
-        # Of a table's ways the last has the most microbatches, and so the least bound.
-        found = [
-            (bound(workload, self.candidates[own[-1]], devices.hardware), stored[own[0]], own)
-            for own in tables.values()
-            if stored[own[0]] <= limit
-        ]
-        self.bounds = {own[0]: least for least, _, own in found}
+        limit = max(devices.memory, min((table.stored for table in tables), default=0))
+        self.tables = sorted(table for table in tables if table.stored <= limit)
         # Nothing is quicker; what is hardly slower is certain to be as good as any.
-        self.least = min(self.bounds.values(), default=0.0)
-        self.tables = [own for *_, own in sorted(found)]
-        # How many tables the step cannot be laid out by, by reason.
+        self.least = self.tables[0].bound if self.tables else 0.0
+        # How many tables the step cannot be laid out by, by reason; what the compiler refuses.
         self.left_out: collections.Counter[str] = collections.Counter()
+        self.refused: dict[int, str] = {}
         # What is kept for the backward pass, as a part of what is kept without a policy.
         self.shares: dict[Hashable, float] = {}
 
@@ -264,10 +277,10 @@ class PricedCandidates:
         cost = self.prices.price(self.candidates[number])
         return self._add(self.estimates, number, cost, "estimated")
 
-    def _is_possible(self, table: list[int]) -> bool:
+    def _is_possible(self, table: _Table) -> bool:
         """Whether the step can be laid out by a table: what flows in it has other lengths, too."""
         try:
-            self.estimate(table[0])
+            self.estimate(table.ways[0])
         except PlanError as error:
             self.left_out[error.problems[0].what] += 1
             self.tables.remove(table)
@@ -281,11 +294,11 @@ class PricedCandidates:
             most: So many are to fit before the rest counts for less.
             error: What compiled steps hold, as a part of their estimates.
         """
-        by_mesh = collections.defaultdict[Hashable, list[list[int]]](list)
-        for own in self.tables:
-            by_mesh[self.candidates[own[0]].mesh_sizes].append(own)
+        by_mesh = collections.defaultdict[Hashable, list[_Table]](list)
+        for table in self.tables:
+            by_mesh[self.candidates[table.ways[0]].mesh_sizes].append(table)
         turns = itertools.chain(*itertools.zip_longest(*by_mesh.values()))
-        possible = (own for own in turns if own and self._is_possible(own))
+        possible = (table.ways for table in turns if table and self._is_possible(table))
         tables = [*itertools.islice(possible, _TABLES * most)]
         limit, fitting = self.limit / error, list[float]()
         missed: list[tuple[float, int]] = []
@@ -339,14 +352,14 @@ class PricedCandidates:
     def _close_gap(self, most: int) -> None:
         """Compiles all that may be much quicker than the best, where that is not too many."""
         for best in self.rank()[:1]:
-            tables = [x for x in self.tables if self.bounds[x[0]] * (1 + _GAP) < best.seconds]
-            left = [number for own in tables for number in own if number not in self.exact]
+            tables = [table for table in self.tables if table.bound * (1 + _GAP) < best.seconds]
+            left = [x for table in tables for x in table.ways if x not in self.exact]
             if len(self.exact) + len(left) <= most and all(map(self._is_possible, tables)):
                 self.compile(left)
 
     def compile(self, numbers: Sequence[int]) -> list[Price]:
         """The prices of the compiled steps of some candidates."""
-        new = [number for number in numbers if number not in self.exact]
+        new = [x for x in numbers if x not in self.exact and x not in self.refused]
         costs = compile_candidates(self.workload, [self.candidates[number] for number in new])
         blocks = self.prices.blocks
         how = f"compiled (1 and 2 of {blocks} blocks)" if blocks > 1 else "compiled"
@@ -354,11 +367,11 @@ class PricedCandidates:
             if isinstance(cost, StepCost):
                 self._add(self.exact, number, cost, how)
             else:
-                self.left_out[str(cost).partition("\n")[0]] += 1
+                self.refused[number] = str(cost).partition("\n")[0]
         # What the compiler refuses does not fit.
-        refused = Price(math.inf, math.inf, math.inf)
+        infinite = Price(math.inf, math.inf, math.inf)
         found = map(self.exact.get, numbers)
-        return [refused if each is None else each.price for each in found]
+        return [infinite if each is None else each.price for each in found]
 
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
@@ -367,7 +380,8 @@ class PricedCandidates:
 
     def find_gap(self, best: Choice) -> float:
         """By which part it is slower, at most, than what was not compiled."""
-        left = [self.bounds[own[0]] for own in self.tables if not self.exact.keys() >= {*own}]
+        known = self.exact.keys() | self.refused.keys()
+        left = [table.bound for table in self.tables if not known >= {*table.ways}]
         least = min(left, default=best.seconds)
         return max(best.seconds / least - 1, 0.0) if least else math.inf
 

@@ -196,8 +196,11 @@ def test_choose_layout_goes_on_without_what_is_refused(fakes, prices, error):
 
     assert any("embedding" in each.candidate.words for each in choose())
     setattr(fakes, prices, refuse)
+    fakes.compiled.clear()
     found = choose()
     assert found.choices
+    # What is refused is not compiled again.
+    assert len({*fakes.compiled}) == len(fakes.compiled)
     shown = found.priced if prices == "estimate" else found
     assert not any("embedding" in each.candidate.words for each in shown)
     assert any("1 is not 2" in note for note in found.notes)
