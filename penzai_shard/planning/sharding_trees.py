@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from penzai_shard.errors import warn_caller
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
-from penzai_shard.planning.doubts import find_doubts
 from penzai_shard.planning.plan import shared_sharding
-from penzai_shard.planning.planner import plan_tree
+from penzai_shard.planning.planner import find_doubts, plan_tree
 from penzai_shard.rules import OnIndivisible, decide
 
 

@@ -80,6 +80,30 @@ class HasReport:
 
         return make_tree(self.table(collapse=collapse))
 
+    def largest(self, column: str, count: int) -> "Report":
+        """The rows with the most of a column, the largest first; the others as one row, their sum.
+
+        Args:
+            column: The name of a column of bytes, counts or seconds.
+            count: How many rows to keep. Equal blocks are one row.
+
+        Raises:
+            SelectionError: No column has this name.
+        """
+        # Folded first, or a block would hide what its twins hold together.
+        report = self.report().fold()
+        names = [each.name for each in report.columns]
+        if column not in names:
+            fix = f"Write one of {', '.join(map(repr, names))}."
+            raise SelectionError("largest:", [Problem("", f"there is no column {column!r}", fix)])
+        index = names.index(column)
+        rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
+        kept, rest = rows[:count], rows[count:]
+        if rest:
+            _, *sums = add_rows(report.columns, rest)
+            kept.append((f"({len(rest):,} more)", *sums))
+        return dataclasses.replace(report, rows=kept, collapse=False)
+
     def compare(self, before: "HasReport", *, tolerance: float = 0.0) -> "Report":
         """What differs from an earlier report with the same columns.
 
@@ -231,30 +255,6 @@ class Report(HasReport):
             rows=[tuple(row[i] for i in kept) for row in report.rows],
             notes=[*notes, *report.notes],
         )
-
-    def largest(self, column: str, count: int) -> "Report":
-        """The rows with the most of a column, the largest first; the others as one row, their sum.
-
-        Args:
-            column: The name of a column of bytes, counts or seconds.
-            count: How many rows to keep. Equal blocks are one row.
-
-        Raises:
-            SelectionError: No column has this name.
-        """
-        # Folded first, or a block would hide what its twins hold together.
-        report = self.fold()
-        names = [each.name for each in report.columns]
-        if column not in names:
-            fix = f"Write one of {', '.join(map(repr, names))}."
-            raise SelectionError("largest:", [Problem("", f"there is no column {column!r}", fix)])
-        index = names.index(column)
-        rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
-        kept, rest = rows[:count], rows[count:]
-        if rest:
-            _, *sums = add_rows(report.columns, rest)
-            kept.append((f"({len(rest):,} more)", *sums))
-        return dataclasses.replace(report, rows=kept, collapse=False)
 
 
 def add_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
