@@ -2,44 +2,52 @@
 
 Each round is a new process, in which the parts take their turns; medians are printed.
 
-    python benchmarks/imports.py [--rounds N]
+    python -m benchmarks.imports [--rounds N]
 """
 
-import argparse
 import statistics
-import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
-SCRIPT = """
-import sys, time
+from benchmarks.measure import Figure, make_parser, print_figures, run_anew
 
-def milliseconds(*names):
+
+def milliseconds(*names: str) -> float:
     started = time.perf_counter()
     for name in names:
         __import__(name)
     return (time.perf_counter() - started) * 1000
 
-theirs = milliseconds("jax", "penzai.pz", "treescope")
-ours = milliseconds("penzai_shard")
-print(theirs, ours, sum(name.partition(".")[0] == "penzai_shard" for name in sys.modules))
-"""
+
+def import_all() -> None:
+    """Prints the milliseconds of their imports and of ours, and how many modules ours are."""
+    theirs = milliseconds("jax", "penzai.pz", "treescope")
+    ours = milliseconds("penzai_shard")
+    print(theirs, ours, sum(name.partition(".")[0] == "penzai_shard" for name in sys.modules))
+
+
+def measure(rounds: int) -> Iterator[Figure]:
+    # The first process writes the compiled files that the others read.
+    found = [run_anew("imports", "--import").split() for _ in range(rounds + 1)][1:]
+    theirs, ours, modules = (
+        statistics.median(map(float, column)) for column in zip(*found, strict=True)
+    )
+    detail = f"jax, penzai and treescope: {theirs:.0f} ms"
+    work = "import of penzai_shard after jax, penzai and treescope"
+    yield Figure(work, ours, "ms", floor=5, digits=1, detail=detail)
+    yield Figure("modules of penzai_shard that its import loads", modules, "", floor=4, digits=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--import", action="store_true", dest="imports", help="one round")
     options = parser.parse_args()
-    rounds = []
-    for _ in range(options.rounds + 1):
-        command = [sys.executable, "-c", SCRIPT]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rounds.append([float(figure) for figure in done.stdout.split()])
-    # The first process writes the compiled files that the others read.
-    theirs, ours, modules = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
-    print("| import | figure | floor |\n|---|---|---|")
-    print(f"| jax, penzai and treescope | {theirs:.0f} ms | |")
-    print(f"| penzai_shard after them | {ours:.1f} ms | 5 ms |")
-    print(f"| modules of penzai_shard | {modules:.0f} | fewer than 5 |")
+    if options.imports:
+        import_all()
+        return
+    print_figures(measure(1 if options.quick else options.rounds), options)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ The model is a small transformer, called as a whole, and held by a layer that ta
 arrays and returns its input: then a call is little else than its overhead. Calls take turns in one
 process; medians are printed, and the Python functions that a call of Jitted calls.
 
-    python benchmarks/jitted.py [--quick]
+    python -m benchmarks.jitted [--rounds N]
 """
 
-import argparse
+import functools
 import gc
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -22,7 +22,9 @@ from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
+from benchmarks.measure import Figure, make_parser, median_ratio, print_figures, take_turns
 
+DEPTHS = (2, 12, 48)
 FLOOR = 1.26
 
 
@@ -77,30 +79,39 @@ def count_calls(call: Callable[[], object]) -> int:
     return counted.count("call") - 1  # That of the lambda.
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
-    rounds = 20 if parser.parse_args().quick else 100
+def measure(depths: tuple[int, ...], rounds: int) -> Iterator[Figure]:
     x = pz.nx.wrap(jax.numpy.ones((2, 4), int), "batch", "seq")
-    print("| blocks | arrays | called | jax.jit | Jitted | ratio | floor | Python calls |")
-    print("|---" * 8 + "|")
-    for blocks in (2, 12, 48):
+    counts = {}
+    for blocks in depths:
         model = build_model(blocks)
-        for name, called in {"held": Hold(model), "whole": model}.items():
+        held = f"{blocks} blocks held by a layer that computes nothing"
+        for work, called in {f"{blocks} blocks": model, held: Hold(model)}.items():
             jitted = pzs.Jitted(called)
             calls = flat_call(called, x), lambda jitted=jitted: jitted(x)
-            [seconds(call) for call in calls]
             gc.collect()
             gc.disable()
-            pairs = [[seconds(call) for call in calls] for _ in range(rounds)]
-            flat, own = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
-            ratio = statistics.median(own / flat for flat, own in pairs)
-            arrays = len(jax.tree.leaves(pz.freeze_variables(model)))
-            print(
-                f"| {blocks} | {arrays} | {name} | {flat:.0f} µs | {own:.0f} µs | {ratio:.2f}x "
-                f"| {FLOOR}x | {count_calls(calls[1])} |",
-                flush=True,
-            )
+            timers = [functools.partial(seconds, call) for call in calls]
+            flat, ours = take_turns(timers, rounds)
+            gc.enable()
+            medians = [statistics.median(column) * 1e6 for column in (ours, flat)]
+            detail = "{:.0f} µs against {:.0f} µs".format(*medians)
+            ratio = median_ratio(ours, flat)
+            floor = FLOOR if called is model else None
+            work = f"call of Jitted against a flat jax.jit, {work}"
+            yield Figure(work, ratio, floor=floor, detail=detail)
+            counts.setdefault(blocks, count_calls(calls[1]))
+    least, most = min(depths), max(depths)
+    detail = f"{', '.join(map(str, depths))} blocks: {', '.join(map(str, counts.values()))}"
+    work = f"Python calls in a call of Jitted, {most} blocks, floor: those of {least}"
+    yield Figure(work, counts[most], "", floor=counts[least], digits=0, detail=detail)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    options = parser.parse_args()
+    rounds, depths = (5, DEPTHS[:2]) if options.quick else (options.rounds, DEPTHS)
+    print_figures(measure(depths, rounds), options)
 
 
 if __name__ == "__main__":

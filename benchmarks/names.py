@@ -3,14 +3,14 @@
 Both get the same mapping and the same tree, a flat dictionary as a model's parameters are, and take
 turns in one process; medians are printed.
 
-    python benchmarks/names.py [--quick]
+    python -m benchmarks.names [--arrays N]
 """
 
-import argparse
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -19,6 +19,7 @@ from penzai import pz
 from penzai.toolshed import sharding_util
 
 import penzai_shard as pzs
+from benchmarks.measure import Figure, make_parser, median_ratio, print_figures, take_turns
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 RULES = {"embedding": "data", "neurons": "model"}
@@ -52,22 +53,24 @@ def microseconds(make: Callable[..., object], tree: dict[str, pz.nx.NamedArray])
     return (time.process_time() - started) / len(tree) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
-    options = parser.parse_args()
+def measure(arrays_in_all: int) -> Iterator[Figure]:
     makers = (pzs.name_to_name_sharding, sharding_util.name_to_name_sharding)
-    print("| arrays | ours | penzai | ratio | floor |\n|---|---|---|---|---|")
     for count, floor in FLOORS.items():
         tree = make_tree(count)
-        pairs = []
-        for _ in range((100_000 if options.quick else 1_000_000) // count):
-            pairs.append([microseconds(make, tree) for make in makers])
-        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(theirs / ours for ours, theirs in pairs)
-        print(
-            f"| {count:,} | {ours:.2f} µs | {theirs:.2f} µs | {ratio:.1f}x | {floor}x |", flush=True
-        )
+        timers = [functools.partial(microseconds, make, tree) for make in makers]
+        ours, theirs = take_turns(timers, max(arrays_in_all // count, 1), warm_up=0)
+        medians = [statistics.median(column) for column in (ours, theirs)]
+        detail = "{:.2f} µs of CPU per array against {:.2f} µs".format(*medians)
+        ratio = median_ratio(theirs, ours)
+        work = f"name_to_name_sharding, {count:,} arrays, times faster than penzai.toolshed's"
+        yield Figure(work, ratio, floor=floor, at_least=True, digits=1, detail=detail)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--arrays", type=int, default=500_000, help="of all rounds of a size")
+    options = parser.parse_args()
+    print_figures(measure(10_000 if options.quick else options.arrays), options)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """Time to plan a model of 70 billion parameters for 256 devices, and one of 100,000 arrays.
 
-A row is a new process, from the shell to the plan as text, by the clock; then its parts in CPU
-seconds. Medians are printed.
+Each round is a new process, from the shell to the plan as text, by the clock; its parts are CPU
+seconds. Then come commands of the shell. Medians are printed.
 
-    python benchmarks/plan.py [--rounds N]
+    python -m benchmarks.plan [--rounds N]
 """
 
-import argparse
+import functools
 import itertools
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
+from benchmarks.measure import Figure, make_parser, print_figures, run_anew, take_turns
 
 SIZES = {"embed": 8192, "neurons": 28672, "heads": 8, "group": 8, "head": 128, "vocabulary": 128256}
 AXES = {
@@ -55,6 +57,13 @@ def make_penzai(blocks: int):
 
 # What makes the shapes, and of how many blocks: 100,002 arrays in the last row.
 MODELS = {"shapes": (make_shapes, 80), "penzai": (make_penzai, 80), "many": (make_shapes, 11_111)}
+# What is measured of them, and the most seconds by the clock.
+WORKS = {
+    "shapes": ("plan of 70 billion parameters as a dictionary of shapes, whole process", 3),
+    "penzai": ("plan of 70 billion parameters as Penzai's model, whole process", 3),
+    "many": ("make_plan per array, 100,002 arrays", None),
+}
+COMMANDS = {"--help": 0.3, "plan llama-3-70b --mesh data=16,model=16": 3}
 
 
 def plan_model(name: str) -> None:
@@ -72,26 +81,42 @@ def plan_model(name: str) -> None:
     print(*parts, parts[2] / len(plan.leaves) * 1e6)
 
 
-def measure_process(name: str) -> list[float]:
+def seconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
-    printed = subprocess.check_output([sys.executable, __file__, "--model", name], text=True)
-    return [time.perf_counter() - started, *map(float, printed.split())]
+    run()
+    return time.perf_counter() - started
+
+
+def measure(rounds: int) -> Iterator[Figure]:
+    for name, (work, floor) in WORKS.items():
+        clock, parts = [], []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            printed = run_anew("plan", "--model", name)
+            clock.append(time.perf_counter() - started)
+            parts.append(map(float, printed.split()))
+        *medians, each = map(statistics.median, zip(*parts, strict=True))
+        detail = "imports {:.2f} s, shapes {:.2f} s, plan {:.2f} s, text {:.2f} s".format(*medians)
+        if floor:
+            yield Figure(work, statistics.median(clock), "s", floor=floor, detail=detail)
+        else:
+            yield Figure(work, each, "µs", digits=0, detail=detail)
+    for arguments, floor in COMMANDS.items():
+        command = [sys.executable, "-m", "penzai_shard", *arguments.split()]
+        run = functools.partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+        (clock,) = take_turns([functools.partial(seconds, run)], rounds)
+        yield Figure(f"penzai-shard {arguments}", statistics.median(clock), "s", floor=floor)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=MODELS, help="one round of one model")
     options = parser.parse_args()
     if options.model:
         plan_model(options.model)
         return
-    print("| model | process | imports | shapes | plan | text | plan of an array |")
-    print("|---" * 7 + "|")
-    for name in MODELS:
-        rounds = [measure_process(name) for _ in range(options.rounds)]
-        *parts, each = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print("|", name, *(f"| {part:.2f} s" for part in parts), f"| {each:.0f} µs |", flush=True)
+    print_figures(measure(1 if options.quick else options.rounds), options)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 The model has the sizes of Llama 3 8B, its blocks written out, on a mesh of 64 devices that are not
 there. ``compile_step`` compiles for as many simulated ones in a process of its own.
 
-    python benchmarks/price.py [--blocks 32]
+    python -m benchmarks.price [--blocks 32]
 """
 
-import argparse
+import itertools
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from penzai.models.transformer import model_parts
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
+from benchmarks.measure import Figure, make_parser, print_figures
 
 MESH = {"data": 16, "model": 4}
 RULES = {"embedding": "data", "vocabulary": "model", "neurons": "model", "kv_heads": "model"}
@@ -59,31 +61,28 @@ def loss_fn(model, rng, state, tokens):
     return -right.untag("batch", "seq").unwrap().mean(), state, {}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", type=int, default=32)
-    step, state, tokens = make_step(parser.parse_args().blocks)
-    times = {}
-    start = time.perf_counter()
-
-    def stop(what):
-        nonlocal start
-        times[what] = time.perf_counter() - start
-        start = time.perf_counter()
-
+def measure(blocks: int) -> Iterator[Figure]:
+    step, state, tokens = make_step(blocks)
+    times = [time.perf_counter()]
     program = pzs.compile_step(step, state, tokens=tokens)
-    stop("traced, lowered, compiled")
-    text = str(program.collectives.table())
-    stop("collectives")
-    text += str(program.memory.table())
-    stop("memory")
-    lock = pzs.ShardingLock.of(program)
-    lock.to_json()
-    stop("lock")
-    print(text)
-    for what, seconds in times.items():
-        print(f"{what:30}{seconds:8.1f} s")
-    print(f"{'in all':30}{sum(times.values()):8.1f} s")
+    times.append(time.perf_counter())
+    str(program.collectives.table())
+    times.append(time.perf_counter())
+    str(program.memory.table())
+    times.append(time.perf_counter())
+    pzs.ShardingLock.of(program).to_json()
+    times.append(time.perf_counter())
+    parts = [after - before for before, after in itertools.pairwise(times)]
+    detail = "compiled {:.1f} s, collectives {:.1f} s, memory {:.1f} s, lock {:.1f} s"
+    work = f"price of a train step of Llama 3 8B's sizes, {blocks} blocks, 64 devices"
+    yield Figure(work, sum(parts), "s", floor=60, digits=0, detail=detail.format(*parts))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--blocks", type=int, default=32)
+    options = parser.parse_args()
+    print_figures(measure(2 if options.quick else options.blocks), options)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
 """What restoring a checkpoint takes: peak memory over what lands, and time against Orbax.
 
 Each restore runs in a fresh process, after a small one that starts the devices and loads the
-libraries. Both restore onto the same shardings; ours also verifies every number. Then come the
-conversions that Orbax does not do, of a checkpoint and of a safetensors file with checksums.
+libraries. Both restore onto the same shardings; ours also verifies every number. With
+``--conversions`` come those that Orbax does not do, of a checkpoint and of a safetensors file.
 
-    python benchmarks/restore.py [MiB] [--rounds N]
+    python -m benchmarks.restore [MiB] [--rounds N] [--conversions]
 """
 
-import argparse
 import json
 import math
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -30,8 +27,11 @@ from jax.sharding import NamedSharding
 from penzai import pz
 
 import penzai_shard as pzs
+from benchmarks.measure import Figure, make_parser, print_figures, run_anew
 from penzai_shard.checkpoints.records import ArrayRecord, write_texts
 from penzai_shard.checkpoints.value_checksums import compute_checksums
+
+T = TypeVar("T")
 
 LAYOUTS = {"rows": ("data", None), "columns": (None, "data")}
 # What differs from what is stored: the order of axes, and the dtype.
@@ -51,7 +51,7 @@ def array_shapes(mib: int) -> dict[str, tuple[int, int]]:
     return {"embedding": (rows, 2048), **matrices}
 
 
-def save(folder: pathlib.Path, mib: int) -> None:
+def save(folder: pathlib.Path, mib: int, *, safetensors: bool) -> None:
     rng = np.random.default_rng(0)
     mesh = pzs.make_mesh({"data": 8})
     sharding = NamedSharding(mesh, jax.P("data"))
@@ -62,7 +62,9 @@ def save(folder: pathlib.Path, mib: int) -> None:
     pzs.save_params(
         folder / "ours", {name: pz.nx.wrap(array, *"ab") for name, array in arrays.items()}
     )
-    ocp.save(folder / "orbax", arrays)
+    if not safetensors:
+        ocp.save(folder / "orbax", arrays)
+        return
     sums = compute_checksums(arrays)
     records = {
         name: ArrayRecord(array.shape, "float32", ("a", "b"), values=sums[name])
@@ -113,39 +115,31 @@ def restorer(
     return lambda: pzs.restore_params(path, model, mesh, rules, allow=allow)
 
 
-class PeakMemory:
-    """The resident memory of this process above that at the start, sampled every 2 ms."""
-
-    def __enter__(self) -> "PeakMemory":
-        self._start, self.above, self._ended = self._resident(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.002):
-            self.above = max(self.above, self._resident() - self._start)
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    @staticmethod
-    def _resident() -> int:
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+def measure_peak(run: Callable[[], T]) -> tuple[T, int]:
+    """What a call gives, and the bytes that the resident memory grew by at most, on Linux."""
+    # The kernel notes the peak; proc(5) says that 5 sets it back to what is resident now.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = read_memory("VmRSS")
+    found = run()
+    return found, read_memory("VmHWM") - before
 
 
-def measure(folder: pathlib.Path, way: str, layout: str, conversion: str, mib: int) -> None:
+def read_memory(name: str) -> int:
+    """A line of the kernel's status of this process, in bytes."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    (kib,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(kib) * 1024
+
+
+def measure_once(folder: pathlib.Path, way: str, layout: str, conversion: str, mib: int) -> None:
     """Prints the seconds of a restore, and its peak memory over what lands."""
     restorer(folder / "small", way, layout, conversion, SMALL_MIB)()
     run = restorer(folder / "large", way, layout, conversion, mib)
     start = time.perf_counter()
-    with PeakMemory() as memory:
-        arrays = jax.tree.leaves(jax.block_until_ready(run()))
+    arrays, peak = measure_peak(lambda: jax.tree.leaves(jax.block_until_ready(run())))
     seconds = time.perf_counter() - start
     landed = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
-    print(seconds, memory.above / landed)
+    print(seconds, peak / landed)
 
 
 def measure_anew(mib: int, rounds: int, *cases: tuple[str, ...]) -> list[tuple[float, float]]:
@@ -153,47 +147,56 @@ def measure_anew(mib: int, rounds: int, *cases: tuple[str, ...]) -> list[tuple[f
     found: list[list[list[float]]] = [[] for _ in cases]
     for _ in range(rounds):
         for case, rows in zip(cases, found, strict=True):
-            command = [sys.executable, __file__, str(mib), "--measure", *case]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            rows.append([float(word) for word in done.stdout.split()])
+            printed = run_anew("restore", str(mib), "--measure", *case)
+            rows.append([float(word) for word in printed.split()])
     return [tuple(map(statistics.median, zip(*rows, strict=True))) for rows in found]
 
 
+def compare_with_orbax(folder: str, mib: int, rounds: int) -> Iterator[Figure]:
+    for layout in LAYOUTS:
+        cases = [(folder, way, layout, "as stored") for way in ("ours", "orbax")]
+        (ours, peak), (theirs, their_peak) = measure_anew(mib, rounds, *cases)
+        work, detail = f"restore of {mib:,} MiB by {layout}", f"Orbax {their_peak:.2f}x"
+        yield Figure(f"{work}, peak memory over what lands", peak, floor=1.15, detail=detail)
+        detail = f"{ours:.1f} s against {theirs:.1f} s"
+        work = f"{work} and verified, time against Orbax, which verifies nothing"
+        yield Figure(work, ours / theirs, floor=1.1, detail=detail)
+
+
+def convert(folder: str, mib: int, rounds: int) -> Iterator[Figure]:
+    for layout in LAYOUTS:
+        for conversion in CONVERSIONS:
+            ways = {"ours": "a checkpoint", "model.safetensors": "a safetensors file"}
+            cases = [(folder, way, layout, conversion) for way in ways]
+            for what, (seconds, peak) in zip(
+                ways.values(), measure_anew(mib, rounds, *cases), strict=True
+            ):
+                work = f"{mib:,} MiB of {what} by {layout}, {conversion}, peak over what lands"
+                yield Figure(work, peak, floor=1.15, detail=f"{seconds:.1f} s")
+
+
+def measure(mib: int, rounds: int, *, conversions: bool) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        for part, size in {"small": SMALL_MIB, "large": mib}.items():
+            path = pathlib.Path(folder, part)
+            path.mkdir()
+            save(path, size, safetensors=conversions)
+        yield from (convert if conversions else compare_with_orbax)(folder, mib, rounds)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("mib", type=int, nargs="?", default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--conversions", action="store_true", help="other orders and dtypes")
+    parser.add_argument("--measure", nargs=4, help="one round: folder and what is restored")
     options = parser.parse_args()
-    mib, rounds = options.mib, options.rounds
     if options.measure:
         folder, *case = options.measure
-        measure(pathlib.Path(folder), *case, mib)
+        measure_once(pathlib.Path(folder), *case, options.mib)
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        for part, size in {"small": SMALL_MIB, "large": mib}.items():
-            (folder / part).mkdir()
-            save(folder / part, size)
-        print(f"| restore of {mib} MiB by | ours | Orbax | time | peak memory |")
-        print("|---|---|---|---|---|")
-        for layout in LAYOUTS:
-            cases = [(name, way, layout, "as stored") for way in ("ours", "orbax")]
-            (ours, peak), (orbax, orbax_peak) = measure_anew(mib, rounds, *cases)
-            print(
-                f"| {layout} | {ours:.1f} s | {orbax:.1f} s | {ours / orbax:.2f}x "
-                f"| {peak:.2f}x (Orbax {orbax_peak:.2f}x) |",
-                flush=True,
-            )
-        print(f"\n| {mib} MiB | a checkpoint: time, peak memory | a safetensors file |")
-        print("|---|---|---|")
-        for layout in LAYOUTS:
-            for conversion in CONVERSIONS:
-                ways = "ours", "model.safetensors"
-                cases = [(name, way, layout, conversion) for way in ways]
-                found = measure_anew(mib, rounds, *cases)
-                cells = [f"{seconds:.1f} s, {peak:.2f}x" for seconds, peak in found]
-                print(f"| {layout}, {conversion} | {' | '.join(cells)} |", flush=True)
+    mib, rounds = (8, 1) if options.quick else (options.mib, options.rounds)
+    print_figures(measure(mib, rounds, conversions=options.conversions), options)
 
 
 if __name__ == "__main__":

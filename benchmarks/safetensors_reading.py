@@ -4,20 +4,18 @@ Both restore onto the same shardings of eight CPU devices. Time is the median of
 they take turns in one process; peak memory over what lands is that of a fresh process. Orbax tells
 the bytes that it reads; ours are counted where parts of tensors are looked at.
 
-    python benchmarks/safetensors_reading.py [MiB] [--rounds N]
+    python -m benchmarks.safetensors_reading [MiB] [--rounds N]
 """
 
-import argparse
+import functools
 import logging
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,12 +25,21 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding
-from restore import PeakMemory, array_shapes, write_safetensors
 
 import penzai_shard as pzs
+from benchmarks.measure import (
+    Figure,
+    make_parser,
+    median_ratio,
+    print_figures,
+    run_anew,
+    take_turns,
+)
+from benchmarks.restore import array_shapes, measure_peak, write_safetensors
 from penzai_shard.checkpoints.tensor_files import TensorStore
 
 LAYOUTS = {"rows": ("data", None), "columns": (None, "data"), "replicated": ()}
+WAYS = "ours", "orbax"
 SMALL_MIB = 1
 BYTES_READ = "/jax/orbax/read/safetensors/bytes_read"
 
@@ -84,63 +91,67 @@ def count_bytes(path: pathlib.Path, way: str, layout: str, mib: int) -> int:
     return int(sum(counts))
 
 
-def measure_memory(folder: pathlib.Path, way: str, layout: str, mib: int) -> None:
+def measure_once(folder: pathlib.Path, way: str, layout: str, mib: int) -> None:
     """Prints the peak memory of a restore over what lands."""
     restorer(folder / "small.safetensors", way, layout, SMALL_MIB)()
-    run = restorer(folder / "large.safetensors", way, layout, mib)
-    with PeakMemory() as memory:
-        arrays = run()
+    arrays, peak = measure_peak(restorer(folder / "large.safetensors", way, layout, mib))
     # CPU devices share the memory of copies.
     pointers = {
         shard.data.unsafe_buffer_pointer(): shard.data.nbytes
         for array in arrays.values()
         for shard in array.addressable_shards
     }
-    print(memory.above / sum(pointers.values()), sum(pointers.values()) / 2**20)
+    print(peak / sum(pointers.values()))
 
 
-def compare(folder: pathlib.Path, layout: str, mib: int, rounds: int) -> str:
+def seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def compare(folder: pathlib.Path, layout: str, mib: int, rounds: int) -> Iterator[Figure]:
     path = folder / "large.safetensors"
-    runs = {way: restorer(path, way, layout, mib) for way in ("ours", "orbax")}
-    seconds: dict[str, list[float]] = {way: [] for way in runs}
-    for _ in range(rounds):
-        for way, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[way].append(time.perf_counter() - start)
-    ours, orbax = (statistics.median(found) for found in seconds.values())
-    sizes = [count_bytes(path, way, layout, mib) / 2**20 for way in runs]
-    peaks = []
-    for way in runs:
-        command = [sys.executable, __file__, str(mib), "--measure", str(folder), way, layout]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        peaks.append("{:.2f}x of {:.0f} MiB".format(*map(float, done.stdout.split())))
-    return (
-        f"| {layout} | {ours:.2f} s | {orbax:.2f} s | {ours / orbax:.2f}x "
-        f"| {sizes[0]:.0f}, {sizes[1]:.0f} MiB | {peaks[0]}, {peaks[1]} |"
-    )
+    timers = [functools.partial(seconds, restorer(path, way, layout, mib)) for way in WAYS]
+    ours, theirs = take_turns(timers, rounds, warm_up=0)
+    medians = [statistics.median(column) for column in (ours, theirs)]
+    sizes = [count_bytes(path, way, layout, mib) / 2**20 for way in WAYS]
+    work = f"a safetensors file of {mib} MiB, {layout}"
+    detail = "{:.2f} s against {:.2f} s, read {:.0f} MiB against {:.0f} MiB"
+    detail = detail.format(*medians, *sizes)
+    yield Figure(f"{work}, time against Orbax", median_ratio(ours, theirs), detail=detail)
+    printed = [
+        run_anew("safetensors_reading", str(mib), "--measure", str(folder), way, layout)
+        for way in WAYS
+    ]
+    peak, their_peak = map(float, printed)
+    detail = f"Orbax {their_peak:.2f}x"
+    yield Figure(f"{work}, peak memory over what lands", peak, floor=1.15, detail=detail)
+
+
+def measure(mib: int, rounds: int) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        save(folder / "small.safetensors", SMALL_MIB)
+        save(folder / "large.safetensors", mib)
+        for layout in LAYOUTS:
+            yield from compare(folder, layout, mib, rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("mib", type=int, nargs="?", default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, help="one round: folder and what is restored")
     options = parser.parse_args()
     warnings.simplefilter("ignore", pzs.ShardingWarning)
     logging.getLogger("absl").setLevel(logging.ERROR)
     if options.measure:
         folder, way, layout = options.measure
-        measure_memory(pathlib.Path(folder), way, layout, options.mib)
+        measure_once(pathlib.Path(folder), way, layout, options.mib)
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        save(folder / "small.safetensors", SMALL_MIB)
-        save(folder / "large.safetensors", options.mib)
-        print(f"| {options.mib} MiB | ours | Orbax | time | bytes read | peak memory |")
-        print("|---|---|---|---|---|---|")
-        for layout in LAYOUTS:
-            print(compare(folder, layout, options.mib, options.rounds), flush=True)
+    mib, rounds = (8, 1) if options.quick else (options.mib, options.rounds)
+    print_figures(measure(mib, rounds), options)
 
 
 if __name__ == "__main__":

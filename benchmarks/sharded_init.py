@@ -3,18 +3,16 @@
 Each pair is measured in one process by turns, with nothing compiled before; medians are printed.
 Peak memory is that of a process that builds one model.
 
-    python benchmarks/sharded_init.py [--quick] [--rounds N]
+    python -m benchmarks.sharded_init [--rounds N] [--blocks N]
 """
 
-import argparse
 import functools
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,11 +25,19 @@ from penzai.models.transformer.variants import llamalike_common
 from penzai.toolshed import sharding_util
 
 import penzai_shard as pzs
+from benchmarks.measure import (
+    Figure,
+    make_parser,
+    median_ratio,
+    print_figures,
+    run_anew,
+    take_turns,
+)
 
 RULES = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
 # Blocks, embedding, neurons, vocabulary.
-DEEP, QUICK_DEEP = (96, 64, 128, 256), (16, 64, 128, 256)
-LARGE, QUICK_LARGE = (20, 1024, 2816, 16384), (4, 1024, 2816, 8192)
+DEEP, QUICK_DEEP = (96, 64, 128, 256), (4, 64, 128, 256)
+LARGE, QUICK_LARGE = (20, 1024, 2816, 16384), (1, 1024, 2816, 2048)
 # Smaller arrays are constants and scales, which take no random numbers.
 MOST_SMALL_ELEMENTS = 1024
 
@@ -97,45 +103,56 @@ def peak_memory(sizes: tuple[int, ...]) -> float:
     return added / sum(part.data.nbytes for array in arrays for part in array.addressable_shards)
 
 
-def print_row(work: str, other: str, rounds: int, *builds: Callable[[], list[jax.Array]]) -> None:
-    pairs = [[cpu_seconds(build) for build in builds] for _ in range(rounds)]
-    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(
-        f"| {work} | {ours:.1f} s | {other} | {theirs:.1f} s | {ours / theirs:.2f}x |", flush=True
+def measure_deep(sizes: tuple[int, ...]) -> Figure:
+    builds = [functools.partial(build, sizes) for build in (build_sharded, build_by_penzai)]
+    timers = [functools.partial(cpu_seconds, build) for build in builds]
+    # Penzai compiles each array by itself: one round is long enough to be steady.
+    (ours,), (theirs,) = take_turns(timers, rounds=1, warm_up=0)
+    detail = f"{ours:.1f} s against {theirs:.1f} s"
+    work = f"sharded_init of {sizes[0]} small blocks, times less CPU time than penzai.toolshed's"
+    return Figure(work, theirs / ours, floor=20, at_least=True, digits=1, detail=detail)
+
+
+def measure_large(sizes: tuple[int, ...], rounds: int) -> Iterator[Figure]:
+    # Before this process is large: a new one counts the memory of its parent.
+    texts = [run_anew("sharded_init", "--peak", *map(str, sizes)) for _ in range(rounds)]
+    peak = statistics.median(map(float, texts))
+    structs = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        for array in build_sharded(sizes)
+        if array.size > MOST_SMALL_ELEMENTS
+    ]
+    size = f"{sum(s.size * s.dtype.itemsize for s in structs) / 2**20:,.0f} MiB"
+    builds = (
+        functools.partial(build_sharded, sizes),
+        functools.partial(make_random_numbers, structs),
     )
+    timers = [functools.partial(cpu_seconds, build) for build in builds]
+    found = take_turns(timers, rounds, warm_up=0)
+    detail = "{:.1f} s against {:.1f} s".format(*map(statistics.median, found))
+    work = f"sharded_init of {size}, CPU time against the random numbers of its arrays"
+    yield Figure(work, median_ratio(*found), floor=1.3, detail=detail)
+    yield Figure(f"sharded_init of {size}, peak memory over its arrays", peak, floor=1.2)
+
+
+def measure(deep: tuple[int, ...], large: tuple[int, ...], rounds: int) -> Iterator[Figure]:
+    yield from measure_large(large, rounds)
+    yield measure_deep(deep)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller models")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peak", nargs="+", type=int, help=argparse.SUPPRESS)
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="of the large model")
+    parser.add_argument("--blocks", type=int, default=DEEP[0], help="of the deep model")
+    parser.add_argument("--peak", nargs="+", type=int, help="one round: sizes of the model")
     options = parser.parse_args()
     if options.peak:
         print(peak_memory(tuple(options.peak)))
         return
-    deep, large = (QUICK_DEEP, QUICK_LARGE) if options.quick else (DEEP, LARGE)
-    command = [sys.executable, __file__, "--peak", *map(str, large)]
-    # Before this process is large: a new one counts the memory of its parent.
-    peaks = [
-        float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        for _ in range(options.rounds)
-    ]
-    structs = [
-        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        for array in build_sharded(large)
-        if array.size > MOST_SMALL_ELEMENTS
-    ]
-    size = f"{sum(s.size * s.dtype.itemsize for s in structs) / 2**20:,.0f} MiB"
-    print("| sharded_init | CPU | against | CPU | ratio |\n|---|---|---|---|---|")
-    ours, theirs = (functools.partial(f, deep) for f in (build_sharded, build_by_penzai))
-    print_row(f"{deep[0]} small blocks", "penzai", options.rounds, ours, theirs)
-    ours, theirs = (
-        functools.partial(build_sharded, large),
-        functools.partial(make_random_numbers, structs),
-    )
-    print_row(size, "its random numbers", options.rounds, ours, theirs)
-    print(f"| {size} | | peak memory over its arrays | | {statistics.median(peaks):.2f}x |")
+    deep, large, rounds = (options.blocks, *DEEP[1:]), LARGE, options.rounds
+    if options.quick:
+        deep, large, rounds = QUICK_DEEP, QUICK_LARGE, 1
+    print_figures(measure(deep, large, rounds), options)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ The models compute next to nothing, so that what is measured is the way of a cal
 every array of model and optimizer goes in and comes out. The two take turns in one process; medians
 are printed, and the median of the ratios of turns.
 
-    python benchmarks/train_step.py [--rounds N]
+    python -m benchmarks.train_step [--rounds N]
 """
 
-import argparse
+import functools
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ import optax
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
+from benchmarks.measure import Figure, make_parser, median_ratio, print_figures, take_turns
 
-BLOCKS = (2, 12, 24)
+DEPTHS = (2, 12, 24)
+FLOOR = 1.05
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -78,37 +81,41 @@ def make_by_hand(state):
     return run
 
 
-def measure(blocks: int, rounds: int) -> tuple[int, list[float], list[float]]:
-    """Arrays, and seconds of each call by us and by hand."""
-    state = pzs.TrainState.initial_state(build(blocks), OPTIMIZER, jax.random.key(0))
-    count, x = len(jax.tree.leaves(state)), jnp.ones(())
-    runs = make_ours(state), make_by_hand(state)
-    for run in runs:
-        jax.block_until_ready([run(x) for _ in range(3)])
-    times: tuple[list[float], list[float]] = ([], [])
-    gc.disable()
-    for turn in range(rounds):
-        # Whoever is first finds colder caches.
-        for which in (0, 1) if turn % 2 else (1, 0):
-            started = time.perf_counter()
-            loss = runs[which](x)
-            times[which].append(time.perf_counter() - started)
-            jax.block_until_ready(loss)
-    gc.enable()
-    return count, *times
+def seconds(run, x) -> float:
+    """Time until a call returns, which is before its program ends."""
+    started = time.perf_counter()
+    loss = run(x)
+    found = time.perf_counter() - started
+    jax.block_until_ready(loss)
+    return found
+
+
+def measure(depths: tuple[int, ...], rounds: int) -> Iterator[Figure]:
+    for blocks in depths:
+        state = pzs.TrainState.initial_state(build(blocks), OPTIMIZER, jax.random.key(0))
+        count, x = len(jax.tree.leaves(state)), jnp.ones(())
+        timers = [
+            functools.partial(seconds, run, x) for run in (make_ours(state), make_by_hand(state))
+        ]
+        gc.collect()
+        gc.disable()
+        ours, hand = take_turns(timers, rounds, warm_up=4)
+        gc.enable()
+        medians = [statistics.median(column) * 1e3 for column in (ours, hand)]
+        detail = "{:.2f} ms against {:.2f} ms, {} arrays".format(*medians, count)
+        ratio = median_ratio(ours, hand)
+        # Next to few arrays, the time of any call shows.
+        floor = FLOOR if blocks == max(DEPTHS) else None
+        work = f"dispatch of a train step, {blocks} blocks of adamw, against one by hand"
+        yield Figure(work, ratio, floor=floor, detail=detail)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=400)
     options = parser.parse_args()
-    print("| blocks | arrays | ours | by hand | ratio |")
-    print("|---" * 5 + "|")
-    for blocks in BLOCKS:
-        count, ours, hand = measure(blocks, options.rounds)
-        ratio = statistics.median(a / b for a, b in zip(ours, hand, strict=True))
-        a, b = (statistics.median(times) * 1e3 for times in (ours, hand))
-        print(f"| {blocks} | {count} | {a:.2f} ms | {b:.2f} ms | {ratio:.3f}x |", flush=True)
+    depths, rounds = (DEPTHS[:1], 10) if options.quick else (DEPTHS, options.rounds)
+    print_figures(measure(depths, rounds), options)
 
 
 if __name__ == "__main__":

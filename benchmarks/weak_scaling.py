@@ -4,7 +4,7 @@ A Llama-like transformer, one example per device, in each preset of ``Layout``, 
 devices that are not there. Where a layout scales, what one device sends and holds stays the same,
 or gets less.
 
-    python benchmarks/weak_scaling.py [--quick]
+    python -m benchmarks.weak_scaling [--quick]
 """
 
 import argparse

@@ -6,28 +6,26 @@ adamw on eight devices: data parallel, fully sharded, and fully sharded times te
 the preset of ``Layout``, and nothing else. ``linen``, ``nnx`` and ``haliax`` are the same model,
 written for these libraries with their own ways of laying it out.
 
-All start from the same weights and see the same tokens: the losses of three steps must be equal, or
-the run fails. Times are medians of the ratios of turns in one process; all else is read from the
-compiled program, which no noise touches. Figures are ratios to ``hand``; lower is better.
+All start from the same weights and see the same tokens: the losses of three steps must be equal.
+Times are medians of the ratios of turns in one process; all else is read from the compiled program.
 
-    python -m benchmarks.parallel_training [--only hand,penzai] [--layouts 4x2] [--rounds 15]
+    python -m benchmarks.parallel_training [--layouts 4x2] [--rounds 11]
 """
 
-import argparse
 import gc
 import importlib
 import os
 import re
-import statistics
-import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 
+from benchmarks.measure import Figure, make_parser, median_ratio, print_figures, take_turns
 from benchmarks.parallel_training.work import LAYOUTS, Contender, Shape
 
 CONTENDERS = {
@@ -37,22 +35,20 @@ CONTENDERS = {
     "nnx": "with_nnx",
     "haliax": "with_haliax",
 }
+OURS, HAND = "penzai", "hand"
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
 
 
-def read_figures(contender: Contender) -> tuple[dict[str, float], str]:
-    """What a compiled step does on one device, and its collectives by kind."""
-    compiled = contender.compiled
-    cost, text = compiled.cost_analysis(), compiled.as_text()
-    figures = {
-        "flops": cost["flops"],
-        "bytes": cost["bytes accessed"],
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-    }
-    kinds = Counter(COLLECTIVE.findall(text))
-    return figures, ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+def name_work(layout: str) -> str:
+    return f"train step by a preset against one by hand, {layout}"
+
+
+def build_contender(name: str, shape: Shape, layout: str) -> Contender:
+    module = importlib.import_module(f"benchmarks.parallel_training.{CONTENDERS[name]}")
+    return module.build(shape, LAYOUTS[layout])
 
 
 def find_losses(contender: Contender, steps: int = 3) -> list[float]:
@@ -63,58 +59,89 @@ def find_losses(contender: Contender, steps: int = 3) -> list[float]:
     return found
 
 
-def measure_ratios(contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
-    """Median ratio of each contender's time to the first one's, round by round."""
-    states = {name: contender.start() for name, contender in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    # Two rounds warm up; whoever is first finds colder caches.
-    for turn in range(rounds + 2):
-        for name in list(contenders)[:: 1 if turn % 2 else -1]:
-            gc.collect()
-            started = time.perf_counter()
-            states[name], loss = contenders[name].step(states[name])
-            jax.block_until_ready((loss, jax.tree.leaves(states[name])))
-            if turn >= 2:
-                times[name].append(time.perf_counter() - started)
-    first = times[next(iter(times))]
-    return {
-        name: statistics.median(a / b for a, b in zip(own, first, strict=True))
-        for name, own in times.items()
-    }
+def make_timer(contender: Contender) -> Callable[[], float]:
+    """Times a step, which goes on from the one before."""
+    state = contender.start()
+
+    def seconds() -> float:
+        nonlocal state
+        gc.collect()
+        started = time.perf_counter()
+        state, loss = contender.step(state)
+        jax.block_until_ready((loss, jax.tree.leaves(state)))
+        return time.perf_counter() - started
+
+    return seconds
 
 
-def compare(layout_name: str, names: list[str], rounds: int) -> None:
-    shape, layout = Shape(), LAYOUTS[layout_name]
-    contenders = {
-        name: importlib.import_module(f"benchmarks.parallel_training.{CONTENDERS[name]}").build(
-            shape, layout
+def compare_times(layout: str, contenders: dict[str, Contender], rounds: int) -> Figure:
+    timers = [make_timer(contender) for contender in contenders.values()]
+    times = dict(zip(contenders, take_turns(timers, rounds, warm_up=2), strict=True))
+    ratios = {name: median_ratio(own, times[HAND]) for name, own in times.items()}
+    others = [f"{name} {ratio:.2f}x" for name, ratio in ratios.items() if name not in (OURS, HAND)]
+    work = f"{name_work(layout)}: time"
+    return Figure(work, ratios[OURS], floor=1.03, detail=", ".join(others))
+
+
+def compare_programs(layout: str, contenders: dict[str, Contender]) -> Iterator[Figure]:
+    """Figures of the compiled steps for one device, which no noise touches."""
+    ours, hand = (contenders[name].compiled for name in (OURS, HAND))
+    costs = []
+    for compiled in (ours, hand):
+        cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+        costs.append(
+            {
+                "flops": cost["flops"],
+                "bytes": cost["bytes accessed"],
+                "temporaries": memory.temp_size_in_bytes,
+                "aliases": memory.alias_size_in_bytes,
+            }
         )
-        for name in names
-    }
-    losses = {name: find_losses(contender) for name, contender in contenders.items()}
-    expected = losses[names[0]]
-    for name, found in losses.items():
-        if any(abs(a / b - 1) > 1e-5 for a, b in zip(found, expected, strict=True)):
-            sys.exit(f"{layout_name}: losses of {name} are {found}, of {names[0]} {expected}")
-    ratios = measure_ratios(contenders, rounds) if rounds else {}
-    figures = {name: read_figures(contender) for name, contender in contenders.items()}
-    base, _ = figures[names[0]]
-    for name, (own, collectives) in figures.items():
-        cells = [f"{ratios.get(name, float('nan')):.3f}"]
-        cells += [f"{own[key] / base[key]:.3f}" for key in base]
-        print(f"| {layout_name} | {name} | {' | '.join(cells)} | {collectives} |", flush=True)
+    ratios = {key: own / costs[1][key] for key, own in costs[0].items()}
+    detail = ", ".join(f"{key} {ratio:.3f}x" for key, ratio in ratios.items())
+    work = f"{name_work(layout)}: greatest ratio of a cost of its program"
+    yield Figure(work, max(ratios.values()), floor=1.0, detail=detail)
+    counts = [len(INSTRUCTION.findall(compiled.as_text())) for compiled in (ours, hand)]
+    work = f"{name_work(layout)}: instructions"
+    yield Figure(work, counts[0] / counts[1], floor=1.01, detail="{:,}, {:,}".format(*counts))
+    kinds, by_hand = (Counter(COLLECTIVE.findall(compiled.as_text())) for compiled in (ours, hand))
+    detail = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    work = f"{name_work(layout)}: collectives, floor: those by hand"
+    yield Figure(work, kinds.total(), "", floor=by_hand.total(), digits=0, detail=detail)
+
+
+def measure(layouts: list[str], shape: Shape, rounds: int) -> Iterator[Figure]:
+    for layout in layouts:
+        contenders: dict[str, Contender] = {}
+        expected: list[float] = []
+        for name in CONTENDERS:
+            try:
+                contender = build_contender(name, shape, layout)
+                losses = find_losses(contender)
+                expected = expected or losses
+                if any(abs(a / b - 1) > 1e-5 for a, b in zip(losses, expected, strict=True)):
+                    raise ValueError(f"losses are {losses}, by hand {expected}")
+            except Exception as error:
+                # Another library can be left out; without these two there is nothing to compare.
+                if name in (HAND, OURS):
+                    raise
+                detail = f"{type(error).__name__}: {error}"
+                yield Figure(f"train step of {name}, {layout}", None, detail=detail)
+            else:
+                contenders[name] = contender
+        yield compare_times(layout, contenders, rounds)
+        yield from compare_programs(layout, contenders)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(CONTENDERS), help="the first one is the base")
+    parser = make_parser(__doc__)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps each; 0 for no times")
+    parser.add_argument("--rounds", type=int, default=11, help="timed steps of each")
     options = parser.parse_args()
-    print("| layout | written with | time | flops | bytes | temporaries | collectives |")
-    print("|---" * 7 + "|")
-    for layout_name in options.layouts.split(","):
-        compare(layout_name, options.only.split(","), options.rounds)
+    layouts, shape, rounds = options.layouts.split(","), Shape(), options.rounds
+    if options.quick:
+        layouts, shape, rounds = layouts[:1], Shape(blocks=1), 1
+    print_figures(measure(layouts, shape, rounds), options)
 
 
 if __name__ == "__main__":
