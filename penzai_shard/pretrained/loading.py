@@ -17,7 +17,7 @@ from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
 from penzai_shard.checkpoints.tensor_files import FRACTIONS
-from penzai_shard.errors import CheckpointMismatchError, Problem, Problems
+from penzai_shard.errors import CheckpointMismatchError, Problems
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -97,7 +97,7 @@ def load_safetensors(
         CheckpointDamagedError: Files are not whole, or not as they were saved.
         CheckpointMismatchError: Tensors are missing, left over, of other shapes, or differ though
             they are tied; or the configuration asks for what Penzai's model does not compute. All
-            of them are in it. Or it is a checkpoint, which ``restore_params`` reads.
+            of them are in it.
         PlanError, MeshError, RuleTypeError: As ``make_plan``; or options cannot be read, all of
             which are in it; or Penzai has no models of the weights' dtype.
         MissingExtraError: safetensors is not installed.
@@ -131,10 +131,6 @@ def load_safetensors(
     find: Any = match
     with together("looking for weights and their configuration"):
         manifest = read_manifest(path)
-        if manifest.kind != "tensors":
-            fix = "Write restore_params(path, model, mesh, rules)."
-            problem = Problem("", "it is a checkpoint, and no safetensors file", fix, "kind")
-            raise CheckpointMismatchError(f"{_CALLED} cannot read {manifest.path}:", [problem])
         if into is None:
             content = pathlib.Path(manifest.path)
             beside = (content if content.is_dir() else content.parent) / CONFIG

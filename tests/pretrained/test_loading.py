@@ -121,10 +121,11 @@ def test_load_says_what_is_at_the_path(tmp_path):
     refused(pzs.CheckpointNotFoundError, load, tmp_path / "elsewhere")
     (swapped,) = refused(pzs.RuleTypeError, load, pzs.make_mesh({"data": 8}), tmp_path).values()
     assert "this Mesh is no path" in swapped.what
+    # What is no model of a configuration can be filled from any checkpoint.
     checkpoint = pzs.save_params(tmp_path / "checkpoint", {"w": SQUARE})
-    for options in ({}, {"into": {"w": SQUARE}}):
-        (problem,) = refuse(checkpoint, **options).values()
-        assert "restore_params(" in problem.fix
+    (problem,) = refused(pzs.CheckpointNotFoundError, load, checkpoint).values()
+    assert "config.json" in problem.what
+    np.testing.assert_array_equal(load(checkpoint, into={"w": SQUARE * 0})["w"], SQUARE)
 
 
 # Models of one's own
