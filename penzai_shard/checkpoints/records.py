@@ -175,7 +175,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     others = [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]
     texts = [str(file.relative_to(final)) for file in others]
     storage.refuse_damage(final, dict.fromkeys(texts, "it is no readable file"))
-    with storage.refuse_junk(final, f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"):
+    with storage.refuse_unreadable(final, f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"):
         # Old releases of Orbax wrote no file.
         file = final / METADATA
         content = json.loads(file.read_bytes()) if file.exists() else {}
@@ -218,7 +218,7 @@ def _read_tensors(final: pathlib.Path) -> Manifest:
         first, section = next(iter(sections.items()))
         others = [file for file in sections if sections[file] != section]
         storage.refuse_damage(final, dict.fromkeys(others, f"it is of another save than {first}"))
-        with storage.refuse_junk(final, first):
+        with storage.refuse_unreadable(final, first):
             records = _read_section(final, first, json.loads(section), {})
         what = "either no file has it, or the files do not say that it was saved"
         storage.refuse_damage(final, dict.fromkeys(records.keys() ^ found.keys(), what))
@@ -229,7 +229,7 @@ def _read_remote(url: str) -> Manifest:
     """The same in an object store, of what this library saved."""
     storage.read_object(url, MARKER)
     content = storage.read_object(url, METADATA)
-    with storage.refuse_junk(url, METADATA):
+    with storage.refuse_unreadable(url, METADATA):
         metadata = json.loads(content)["custom_metadata"]
         return _read_own(url, f"{url.rstrip('/')}/{storage.STATE}", metadata)
 

@@ -18,13 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from penzai_shard.errors import (
-    CheckpointDamagedError,
-    CheckpointNotFoundError,
-    Problem,
-    ShardingError,
-    require,
-)
+from penzai_shard import errors
 
 PLAIN_METADATA = "_METADATA"
 # The directory of what Orbax saves under no other name, as this library does.
@@ -53,7 +47,7 @@ def begin_writing(
     Returns:
         A function that waits until everything is written.
     """
-    ocp = require("orbax.checkpoint.experimental.v1", "checkpoint")
+    ocp = errors.require("orbax.checkpoint.experimental.v1", "checkpoint")
     context = ocp.Context()
     # Made in the background, a directory that cannot be made leaves threads that wait 5 minutes.
     context.asynchronous.create_directories_asynchronously = False
@@ -94,16 +88,16 @@ def refuse_damage(path: object, found: Mapping[str, str]) -> None:
     """
     if found:
         fix = "Restore another copy of it, or once more if it was replaced meanwhile."
-        problems = [Problem(name, what, fix) for name, what in found.items()]
-        raise CheckpointDamagedError(f"the checkpoint at {path} is damaged:", problems)
+        problems = [errors.Problem(name, what, fix) for name, what in found.items()]
+        raise errors.CheckpointDamagedError(f"the checkpoint at {path} is damaged:", problems)
 
 
 @contextlib.contextmanager
-def refuse_junk(path: object, file: str) -> Iterator[None]:
+def refuse_unreadable(path: object, file: str) -> Iterator[None]:
     """Refuses a checkpoint, by a file, if what is in it cannot be what was saved."""
     try:
         yield
-    except ShardingError:
+    except errors.ShardingError:
         raise
     except UNREADABLE as error:
         refuse_damage(path, {file: f"it cannot be read: {error!r:.100}"})
@@ -127,7 +121,7 @@ class OrbaxStore:
     def __init__(
         self, path: object, directory: Any, prefixes: Mapping[str, str], form: Any = _OWN_FORM
     ) -> None:
-        self._ts = require("tensorstore", "checkpoint")
+        self._ts = errors.require("tensorstore", "checkpoint")
         self.prefixes, self._path = prefixes, path
         # A shared context would refuse what has replaced a checkpoint at its path.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -200,7 +194,7 @@ def read_object(url: str, name: str) -> bytes:
     Raises:
         CheckpointNotFoundError: There is none, or the object store cannot be reached.
     """
-    ts = require("tensorstore", "checkpoint")
+    ts = errors.require("tensorstore", "checkpoint")
     # Without a limit it tries for many minutes where there is no such bucket or no permission.
     retries = {"max_retries": 8, "max_delay": "8s"}
     context = ts.Context({f"{x}_request_retries": retries for x in ("gcs", "s3", "http")})
@@ -208,8 +202,8 @@ def read_object(url: str, name: str) -> bytes:
         return bytes(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result()[name])
     except Exception as error:  # TensorStore raises whatever its drivers raise.
         what = f"reading {name} fails: {type(error).__name__} {shorten(error)}"
-        problem = Problem(url, what, "Copy the folder of a checkpoint there.")
-        raise CheckpointNotFoundError("there is no checkpoint:", [problem]) from error
+        problem = errors.Problem(url, what, "Copy the folder of a checkpoint there.")
+        raise errors.CheckpointNotFoundError("there is no checkpoint:", [problem]) from error
 
 
 def find_plain_store(path: pathlib.Path) -> OrbaxStore | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import ml_dtypes  # noqa: F401 (With it NumPy knows bfloat16 and float8 by name.)
 import numpy as np
 
-from penzai_shard.checkpoints.storage import UNREADABLE, refuse_damage, refuse_junk
+from penzai_shard.checkpoints.storage import UNREADABLE, refuse_damage, refuse_unreadable
 from penzai_shard.errors import require
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
@@ -69,7 +69,7 @@ class TensorStore:
         index = path / INDEX if path.is_dir() else path
         weight_map: dict[str, str] = {}
         if index.name.endswith(INDEX_SUFFIX) and os.path.lexists(index):
-            with refuse_junk(path, index.name):
+            with refuse_unreadable(path, index.name):
                 # Opening a pipe would never end.
                 text = index.read_bytes() if index.is_file() else b""
                 weight_map = dict(json.loads(text)["weight_map"])

@@ -76,23 +76,6 @@ def test_fit_finds_the_loss(report, loss, expected):
     assert train(step=step, loss=loss)[1] == expected()
 
 
-def test_fit_finds_the_loss_of_a_step_of_a_layout():
-    def loss_fn(model, rng, state, x):
-        loss, *_ = runs.loss_fn(model, rng, state, x)
-        # Its own number of this name stays.
-        return loss, state, {"loss": 2 * loss} if is_own else {}
-
-    build = lambda: {"w": pz.nx.zeros({"features": 4})}  # noqa: E731
-    layout = pzs.Layout.data_parallel("data", blocks=())
-    given = {"mesh": runs.mesh(), "optimizer": runs.OPTIMIZER, "rng": jax.random.key(0)}
-    for is_own in (False, True):
-        declared = {"loss": None} if is_own else {}
-        options = {"loss_fn": loss_fn, "aux_output_shardings": declared, **given}
-        state, step = layout.build(build, **options)
-        expected = np.array(losses_by_hand()[:2]) * (2 if is_own else 1)
-        np.testing.assert_allclose(train(state=state, step=step, steps=2)[1], expected, rtol=1e-6)
-
-
 def test_fit_refuses_a_loss_that_is_no_number():
     for loss in ("cost", "weights"):
         assert stop(pzs.RuleTypeError, loss=loss) == ("loss", 1)

@@ -296,6 +296,7 @@ def test_build_on_an_abstract_mesh_prices_what_is_not_there():
     tokens = jax.ShapeDtypeStruct((8, 9), "int32")
     tokens = Layout.two_dimensional().shard_batch(tokens, mesh, first_axis="batch")
     assert step.lowerable(state, tokens=tokens).leaves
+    assert step.step_metrics == ("loss",)
 
 
 ZERO1, TOKENS = Layout.zero1(), {"x": jnp.ones((8, 2))}

@@ -286,6 +286,17 @@ def test_declared_shardings_of_unnamed_arrays_are_left_open():
     assert cases.count_programs(step) == 1
 
 
+def test_metrics_are_added_unless_the_loss_function_reports_them():
+    def report_twice(*args, **inputs):
+        loss, state, _ = loss_fn(*args, **inputs)
+        return loss, state, {"loss": 2 * loss}
+
+    for loss, factor, declared in ((loss_fn, 1, "out"), (report_twice, 2, "loss")):
+        options = {"step_metrics": ["loss"], "aux_output_shardings": {declared: None}}
+        _, aux = pzs.build_train_step_fn(loss, **options)(initial(), x=batch())
+        assert float(aux["loss"]) == factor * by_hand()[1][0]
+
+
 # Other ways to call a step
 
 
