@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from penzai_shard.arrays.kinds import itemsize
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
-from penzai_shard.choosing.cost import Prices, StepCost, count_flops
+from penzai_shard.choosing.cost import FORM, Prices, StepCost, count_flops
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.spmd import DeviceProgram
@@ -48,7 +48,6 @@ from penzai_shard.propagation.flat import BARRIER, LOOP, Operation
 from penzai_shard.specs import part_count
 from penzai_shard.surgery.edits import find_matches
 
-_FORM = ("flow", "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard")
 _LOOKUP, _PRODUCT = "stablehlo.gather", "stablehlo.dot_general"
 # What sums over examples.
 _SUMS = (_PRODUCT, "stablehlo.convolution", "stablehlo.scatter", "stablehlo.reduce")
@@ -133,8 +132,7 @@ class _Step(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _read_step(workload: Workload) -> _Step:
-    cut = cut_model(workload)
-    model = workload.model if cut is None else cut.one
+    (model, *_), blocks = cut_model(workload)
     options: dict[str, Any] = {"names": workload.names, "blocks": workload.blocks}
     one = Candidate((("data", 1),), Layout(parameters={}, compute={}, **options))
     prices = Prices(workload)
@@ -160,9 +158,8 @@ def _read_step(workload: Workload) -> _Step:
     parallel = prices.steps[0].place(Candidate((("data", parts),), split))
     tables = set(_find_tables(programs[0]))
     by_length = _count_by_length(programs[0])
-    if cut is not None:
-        for length, n in _count_by_length(programs[1]).items():
-            by_length[length] += (cut.blocks - 1) * (n - by_length[length])
+    for length, n in _count_by_length(programs[-1]).items():
+        by_length[length] += (blocks - 1) * (n - by_length[length])
     return _Step(flops, by_length, gathered, tables, _find_shares(parallel, model, examples))
 
 
@@ -214,7 +211,7 @@ def _find_use(program: DeviceProgram, argument: int, of_inputs: set[int]) -> flo
     values, elements = [argument], 0
     for value in values:
         for user in program.users[value]:
-            if user.kind in (*_FORM, "stablehlo.dynamic_slice", "stablehlo.slice"):
+            if user.kind in {*FORM, "stablehlo.dynamic_slice", "stablehlo.slice"}:
                 values += user.results
             elif OPTIMIZER not in user.name.split("/") and not of_inputs.isdisjoint(user.results):
                 elements = max(elements, math.prod(program.shapes[value]) * (user.times or 1))
@@ -250,7 +247,7 @@ def _find_tables(program: DeviceProgram) -> Iterator[Any]:
         values, uses = [argument], set()
         for value in values:
             for user in program.users[value]:
-                if user.kind in _FORM:
+                if user.kind in FORM:
                     values += user.results
                 elif user.kind == _PRODUCT or (user.kind == _LOOKUP and user.operands[0] == value):
                     uses.add(user.kind)

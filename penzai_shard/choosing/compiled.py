@@ -59,8 +59,7 @@ def compile_candidates(
     Raises:
         PlanError, MeshError, RuleTypeError: As ``Layout.build``.
     """
-    cut, threads = cut_model(workload), ThreadPoolExecutor(2)
-    models = [workload.model] if cut is None else [cut.one, cut.two]
+    (models, blocks), threads = cut_model(workload), ThreadPoolExecutor(2)
     # What the compiler says of layouts that are not taken, nobody needs.
     with read_standard_error([], goes_on=False):
         try:
@@ -68,7 +67,7 @@ def compile_candidates(
                 [_start(workload, x, model, threads) for model in models] for x in candidates
             ]
             pairs = zip(candidates, started, strict=True)
-            return [_read_costs(*pair, 1 if cut is None else cut.blocks) for pair in pairs]
+            return [_read_costs(*pair, blocks) for pair in pairs]
         finally:
             # Whoever interrupts does not wait for what has not begun.
             threads.shutdown(cancel_futures=True)
@@ -97,10 +96,10 @@ def _read_costs(
 ) -> StepCost | CompilationError:
     """The cost of a step, or of all blocks by that of one and of two."""
     try:
-        one, *two = [_read_cost(candidate, step, future.result()) for step, future in started]
+        costs = [_read_cost(candidate, step, future.result()) for step, future in started]
     except jax.errors.JaxRuntimeError as error:
         return CompilationError(f"choose_layout: the compiler says: {error}")
-    return extrapolate(one, two[0], blocks) if two else one
+    return extrapolate(costs, blocks)
 
 
 # A compiled step

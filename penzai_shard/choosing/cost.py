@@ -9,7 +9,7 @@ scattered, and sums that are only added are added before they are reduced.
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penzai_shard.arrays.structure import Leaf
@@ -30,10 +30,10 @@ _BROADCAST = "stablehlo.broadcast_in_dim"
 _UPDATES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
 # They give what they take in another form.
 _TRANSPOSE = "stablehlo.transpose"
-_FORM = frozenset({"flow", "stablehlo.convert", "stablehlo.reshape", _TRANSPOSE, "sdy.reshard"})
+FORM = frozenset({"flow", "stablehlo.convert", "stablehlo.reshape", _TRANSPOSE, "sdy.reshard"})
 # A part of what they give is made of the same parts of what they take.
 _ADD = "stablehlo.add"
-_LINEAR = _FORM | {_ADD, "stablehlo.negate", "stablehlo.subtract"}
+_LINEAR = FORM | {_ADD, "stablehlo.negate", "stablehlo.subtract"}
 # They give other elements than they take, so that both have to be in memory.
 _WRITES = """
     cholesky convolution custom_call dot_general dynamic_update_slice fft gather reduce
@@ -78,16 +78,15 @@ class StepCost:
         return dict(found)
 
 
-def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
+def extrapolate(costs: Sequence[StepCost], blocks: int) -> StepCost:
     """The cost of a model of many equal blocks, line by line.
 
     Args:
-        one: The cost of the model with one of its blocks.
-        two: That with two.
-        blocks: How many there are.
+        costs: The costs of the models of a ``Cut``.
+        blocks: How many blocks there are.
 
-    >>> one, two = (StepCost(flops, {}, {"parameters": 2.0}) for flops in (5.0, 7.0))
-    >>> extrapolate(one, two, 11)
+    >>> costs = [StepCost(flops, {}, {"parameters": 2.0}) for flops in (5.0, 7.0)]
+    >>> extrapolate(costs, 11)
     StepCost(flops=25.0, sent={}, memory={'parameters': 2.0})
     """
 
@@ -96,6 +95,7 @@ def extrapolate(one: StepCost, two: StepCost, blocks: int) -> StepCost:
         # Where two blocks hold less than one, by accident of an order, eighty do not hold nothing.
         return {key: first.get(key, 0.0) + (blocks - 1) * max(n, 0.0) for key, n in more.items()}
 
+    one, two = costs[0], costs[-1]
     flops = extend({"": one.flops}, {"": two.flops})[""]
     return StepCost(flops, extend(one.sent, two.sent), extend(one.memory, two.memory))
 
@@ -119,9 +119,7 @@ class Prices:
     """
 
     def __init__(self, workload: Workload) -> None:
-        cut = cut_model(workload)
-        models = [workload.model] if cut is None else [cut.one, cut.two]
-        self.blocks = 1 if cut is None else cut.blocks
+        models, self.blocks = cut_model(workload)
         self.steps = [MarkedSteps(workload, model) for model in models]
 
     def price(self, candidate: Candidate) -> StepCost:
@@ -133,7 +131,7 @@ class Prices:
             PropagationError: The step cannot be priced without compiling it.
         """
         costs = [price_program(steps.place(candidate)) for steps in self.steps]
-        cost = costs[0] if len(costs) == 1 else extrapolate(costs[0], costs[1], self.blocks)
+        cost = extrapolate(costs, self.blocks)
         # Which phase holds most may be another one in a deep model.
         memory = dict(cost.memory)
         memory["activations"] = max(memory.pop(phase) for phase in _PHASES)
@@ -227,7 +225,7 @@ class _Traffic:
     def _find_origin(self, value: int, *, moved: bool = False) -> int:
         """The value that a value is another form of, or that was moved before."""
         while (maker := self._program.makers.get(value)) is not None and (
-            maker.kind in _FORM or (moved and (maker.kind == BARRIER or maker.mesh_axes))
+            maker.kind in FORM or (moved and (maker.kind == BARRIER or maker.mesh_axes))
         ):
             value = maker.operands[maker.results.index(value)]
         return value
@@ -299,7 +297,7 @@ class _Traffic:
         """What takes a value, through other forms of it that are not transposed in the end."""
         users = found = self._program.users[value]
         turns = 0
-        while len(users) == 1 and users[0].kind in _FORM and len(users[0].results) == 1:
+        while len(users) == 1 and users[0].kind in FORM and len(users[0].results) == 1:
             turns += users[0].kind == _TRANSPOSE
             users = self._program.users[users[0].results[0]]
             found = found if turns % 2 else users
@@ -308,7 +306,7 @@ class _Traffic:
     def _find_source(self, value: int) -> int:
         """The value that a value is another form of, not transposed."""
         found, turns = value, 0
-        while (maker := self._program.makers.get(value)) is not None and maker.kind in _FORM:
+        while (maker := self._program.makers.get(value)) is not None and maker.kind in FORM:
             turns += maker.kind == _TRANSPOSE
             value = maker.operands[maker.results.index(value)]
             found = found if turns % 2 else value
@@ -363,8 +361,7 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
             made = (roots[value] for value in each.results)
             until = max([number, *(last.get(root, 0) for root in made if root not in written)])
         for value in each.operands:
-            if not _is_gathered_behind(program, each, value):
-                last[roots[value]] = max(last.get(roots[value], 0), until)
+            last[roots[value]] = max(last.get(roots[value], 0), until)
 
     peaks: dict[str, float] = collections.defaultdict(float)
     ends: dict[int, float] = collections.defaultdict(float)
@@ -384,12 +381,6 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
 
 def _is_writing(each: Operation) -> bool:
     return each.kind in _WRITING or bool(each.mesh_axes and each.kind != _SLICE)
-
-
-def _is_gathered_behind(program: DeviceProgram, each: Operation, operand: int) -> bool:
-    """Whether a barrier takes what compilers gather behind it."""
-    maker = program.makers.get(operand)
-    return each.kind == BARRIER and maker is not None and maker.kind == _GATHER
 
 
 def _order_by_time(program: DeviceProgram) -> list[Operation]:
@@ -414,10 +405,9 @@ def _find_roots(program: DeviceProgram) -> list[int]:
                 roots[value] = -1
             elif each.kind in _UPDATES:
                 roots[value] = roots[each.operands[0]]
-            elif each.kind in (*_FORM, BARRIER, LOOP):
+            elif each.kind in (*FORM, BARRIER, LOOP):
                 operand = each.operands[number]
                 # What a loop starts with and changes is written, also where it is a constant.
-                is_new = each.kind == LOOP and roots[operand] < 0
-                if not is_new and not _is_gathered_behind(program, each, operand):
+                if each.kind != LOOP or roots[operand] >= 0:
                     roots[value] = roots[operand]
     return roots

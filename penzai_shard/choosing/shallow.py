@@ -32,16 +32,14 @@ _LEAST_BLOCKS = 4
 
 
 class Cut(NamedTuple):
-    """A model with fewer blocks.
+    """What a model is priced by.
 
     Attributes:
-        one: The model with one of its blocks.
-        two: The model with two of them.
-        blocks: How many it has.
+        models: The model with one of its blocks, and with two of them; or only the whole model.
+        blocks: How many it has; 1 if it is not cut.
     """
 
-    one: Any
-    two: Any
+    models: tuple[Any, ...]
     blocks: int
 
 
@@ -62,7 +60,7 @@ class _Run(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def cut_model(workload: Workload) -> Cut | None:
+def cut_model(workload: Workload) -> Cut:
     """The model of a workload with one and with two of its equal blocks.
 
     Blocks are items of a list, or of a dictionary with numbered keys, that are alike but for the
@@ -73,29 +71,31 @@ def cut_model(workload: Workload) -> Cut | None:
         workload: The step.
 
     Returns:
-        The models; None if there are fewer than four blocks, if they run in a loop, or if the loss
-        function, which is traced, does not take fewer of them or does not compute that much less.
+        The models; the whole one if there are fewer than four blocks, if they run in a loop, or if
+        the loss function, which is traced, does not take fewer of them or does not compute that
+        much less.
     """
     model, by_count = workload.model, collections.defaultdict(list)
+    whole = Cut((model,), 1)
     for run in _find_runs(model):
         by_count[run.blocks].append(run)
     ones = {blocks: _cut_runs(model, runs, 1) for blocks, runs in by_count.items()}
     blocks = min(ones, key=lambda count: _count_bytes(ones[count])["bytes"], default=0)
     if not blocks:
-        return None
+        return whole
     runs = by_count[blocks]
     one, two, three = (_cut_runs(model, runs, kept) for kept in (1, 2, 3))
     # Of parameters that some blocks share there are not as many more with each block.
     if not _is_linear([_count_bytes(each) for each in (one, two, model)], blocks):
-        return None
+        return whole
     # To trace all of a hundred blocks may take longer than to price them.
     last, depth = (three, 3) if all(run.is_certain for run in runs) else (model, blocks)
     try:
         products = [_count_products(_trace_loss(workload, each)) for each in (one, two, last)]
     except Exception:
         # Whatever a loss function raises for a model of another depth, it does not take one.
-        return None
-    return Cut(one, two, blocks) if _is_linear(products, depth) else None
+        return whole
+    return Cut((one, two), blocks) if _is_linear(products, depth) else whole
 
 
 def _is_linear(counts: Sequence[Mapping[Hashable, int]], blocks: int) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from penzai_shard.choosing import compiled
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.compiled import compile_candidates
+from penzai_shard.choosing.shallow import Cut
 from penzai_shard.errors import CompilationError, PlanError
 from penzai_shard.layouts.layout import Layout
 from tests.choosing.models import mlp_weights, read_llama, read_weights
@@ -44,7 +45,7 @@ def workload(blocks=BLOCKS, **options):
 def cost_of(name, whole=False):
     with pytest.MonkeyPatch.context() as patch:
         if whole:
-            patch.setattr(compiled, "cut_model", lambda workload: None)
+            patch.setattr(compiled, "cut_model", lambda workload: Cut((workload.model,), 1))
         return compile_candidates(workload(), [Candidate(MESH, LAYOUTS[name])])[0]
 
 

@@ -163,7 +163,7 @@ def test_extrapolate_goes_on_line_by_line():
         StepCost(n, {("gradient", ("x",)): 3.0 * n, ("activation", ("y",)): 1.0}, {"inputs": held})
         for n, held in ((1.0, 9.0), (2.0, 7.0))
     )
-    cost = extrapolate(one, two, 10)
+    cost = extrapolate([one, two], 10)
     assert (cost.flops, cost.traffic) == (10.0, {("x",): 30.0, ("y",): 1.0})
     # All blocks hold no less than one.
     assert cost.memory == {"inputs": 9.0}
