@@ -33,9 +33,9 @@ from penzai_shard.arrays.kinds import itemsize
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate, read_tables, stored_arrays, stored_bytes
 from penzai_shard.choosing.cost import FORM, Prices, StepCost, count_flops
+from penzai_shard.choosing.device_program import DeviceProgram
 from penzai_shard.choosing.hardware import Hardware, step_time
 from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.choosing.spmd import DeviceProgram
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import ShardingWarning
 from penzai_shard.layers.gather_parameters import GatherParameters

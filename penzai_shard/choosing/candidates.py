@@ -40,6 +40,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "vocabulary": ("vocab",),
     "experts": ("expert", "exp"),
 }
+# The parts of a train state that stay from step to step, by the first piece of a path.
+PARTS = {"params": "parameters", "opt_state": "optimizer"}
 # What tables of rules are called in words.
 _LABELS = "stored by", "computed by", "optimizer by", "between blocks by"
 
@@ -141,10 +143,9 @@ def stored_arrays(workload: Workload) -> dict[StateArray, int]:
     """The different arrays of parameters and optimizer, and how many there are of each."""
     given = workload.model, workload.optimizer, jax.random.key(0)
     state = TrainState.initial_state(*given, plain_arrays=workload.step_options["plain_arrays"])
-    parts = {"params": "parameters", "opt_state": "optimizer"}
     found: collections.Counter[StateArray] = collections.Counter()
     for leaf in name_statistics(leaves_of(state)):
-        part, dtype = parts.get(leaf.path.partition("/")[0]), device_dtype(leaf.dtype)
+        part, dtype = PARTS.get(leaf.path.partition("/")[0]), device_dtype(leaf.dtype)
         if part is None or dtype is None:
             continue
         named: Any = leaf.names or (), leaf.shape, range(len(leaf.names or ()))

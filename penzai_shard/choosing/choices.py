@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import StepCost
 from penzai_shard.choosing.hardware import Hardware, StepTime, step_time
@@ -121,15 +119,13 @@ class Choice:
         paid = [pair for pair in more if pair[1] > 0][:_MORE_SHOWN]
         return paid + [pair for pair in more[-1:] if pair[1] < 0]
 
-    def mesh(
-        self, devices: Sequence[jax.Device] | None = None, *, abstract: bool = False
-    ) -> AnyMesh:
-        """The mesh, over all devices if none are given; the arguments are those of ``make_mesh``.
+    def mesh(self) -> AnyMesh:
+        """The mesh, over all devices; ``make_mesh(choice.mesh_sizes, ...)`` lays others.
 
         Raises:
             MeshError: There are more devices, or fewer.
         """
-        return make_mesh(self.mesh_sizes, devices, abstract=abstract)
+        return make_mesh(self.mesh_sizes)
 
     def build(
         self,

@@ -17,8 +17,8 @@ import jax
 
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.cost import StepCost, extrapolate
+from penzai_shard.choosing.device_program import refuse_meshes
 from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.choosing.spmd import refuse_meshes
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.attribution import Part

@@ -1,9 +1,9 @@
 """Says what a train step costs one device: what it computes, sends and holds.
 
-Prices are read of the program that each device runs, as ``spmd`` finds it without compiling. Where
-compilers do more than Shardy writes down, that is counted as done: what is gathered twice alike is
-gathered once, what stays the same in a loop is moved once, a sum of which devices take parts is
-scattered, and sums that are only added are added before they are reduced.
+Prices are read of the program that each device runs, as ``device_program`` finds it without
+compiling. Where compilers do more than Shardy writes down, that is counted as done: what is
+gathered twice alike is gathered once, what stays the same in a loop is moved once, a sum of which
+devices take parts is scattered, and sums that are only added are added before they are reduced.
 """
 
 import collections
@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penzai_shard.arrays.structure import Leaf
-from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.candidates import PARTS, Candidate
+from penzai_shard.choosing.device_program import DeviceProgram, MarkedSteps, spec_of
 from penzai_shard.choosing.shallow import cut_model
-from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps, spec_of
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import Problems, PropagationError
 from penzai_shard.inspection.collectives import wire_bytes
@@ -39,7 +39,6 @@ _WRITES = """
     cholesky convolution custom_call dot_general dynamic_update_slice fft gather reduce
     reduce_window scatter select_and_scatter sort triangular_solve while"""
 _WRITING = frozenset(f"stablehlo.{name}" for name in _WRITES.split())
-_PARTS = {"params": "parameters", "opt_state": "optimizer"}
 _PHASES = ("forward", "backward", "update")
 
 
@@ -142,7 +141,7 @@ def price_program(program: DeviceProgram) -> StepCost:
     """The cost of a program; in its memory each phase has a line of what it holds at most."""
     held = dict.fromkeys(("parameters", "optimizer", "inputs", *_PHASES), 0.0)
     for value, leaf in program.arguments.items():
-        held[_PARTS.get(_first_piece(leaf), "inputs")] += program.bytes(value)
+        held[PARTS.get(_first_piece(leaf), "inputs")] += program.bytes(value)
     held |= _find_peaks(program)
     problems = Problems("a loop that runs an unknown number of times cannot be priced:")
     flops, traffic = 0.0, _Traffic(program)

@@ -14,7 +14,7 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost, extrapolate, price_program
-from penzai_shard.choosing.spmd import DeviceProgram, MarkedSteps
+from penzai_shard.choosing.device_program import DeviceProgram, MarkedSteps
 from penzai_shard.choosing.workload import read_workload
 from penzai_shard.errors import PropagationError
 from penzai_shard.layouts.layout import Layout

@@ -7,7 +7,7 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.spmd import MarkedSteps
+from penzai_shard.choosing.device_program import MarkedSteps
 from penzai_shard.errors import PlanError
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.propagation.partition import MarkedProgram
