@@ -16,7 +16,13 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from penzai_shard.choosing.bound import bound
-from penzai_shard.choosing.candidates import Candidate, make_candidates, mesh_shapes, stored_bytes
+from penzai_shard.choosing.candidates import (
+    Candidate,
+    Candidates,
+    make_candidates,
+    mesh_shapes,
+    stored_bytes,
+)
 from penzai_shard.choosing.choices import Choice, Choices
 from penzai_shard.choosing.compiled import compile_candidates
 from penzai_shard.choosing.cost import Prices, StepCost
@@ -147,10 +153,7 @@ def choose_layout(
         interrupted = True
         if not pricing.rank():
             raise
-    counts = candidates.left_out + pricing.left_out
-    left_out = [f"{n:,} table{'s' * (n > 1)} left out: {why}" for why, n in sorted(counts.items())]
-    refused = collections.Counter(pricing.refused.values())
-    left_out += [f"{n:,} layout{'s' * (n > 1)} left out: {why}" for why, n in refused.items()]
+    left_out = pricing.tell_left_out()
     mistakes = [Problem("", why) for why in left_out]
     if not pricing.tables:
         raise PlanError(f"there is no sane layout for {question}:", mistakes)
@@ -225,9 +228,7 @@ class PricedCandidates:
         candidates: The candidates.
     """
 
-    def __init__(
-        self, workload: Workload, devices: Devices, candidates: Sequence[Candidate]
-    ) -> None:
+    def __init__(self, workload: Workload, devices: Devices, candidates: Candidates) -> None:
         self.workload, self.devices = workload, devices
         # The plainest come first, in whatever order they are given.
         self.candidates = sorted(candidates, key=lambda each: (_way(each), each.words))
@@ -250,8 +251,9 @@ class PricedCandidates:
         self.tables = sorted(table for table in tables if table.stored <= limit)
         # Nothing is quicker; what is hardly slower is certain to be as good as any.
         self.least = self.tables[0].bound if self.tables else 0.0
-        # How many tables the step cannot be laid out by, by reason; what the compiler refuses.
-        self.left_out: collections.Counter[str] = collections.Counter()
+        # How many tables the step cannot be laid out by, by reason.
+        self.left_out = collections.Counter(candidates.left_out)
+        # What the compiler says of the layouts that it refuses.
         self.refused: dict[int, str] = {}
         # What is kept for the backward pass, as a part of what is kept without a policy.
         self.shares: dict[Hashable, float] = {}
@@ -372,6 +374,15 @@ class PricedCandidates:
         infinite = Price(math.inf, math.inf, math.inf)
         found = map(self.exact.get, numbers)
         return [infinite if each is None else each.price for each in found]
+
+    def tell_left_out(self) -> list[str]:
+        """What is left out, and why, for people."""
+        counts = ("table", self.left_out), ("layout", collections.Counter(self.refused.values()))
+        return [
+            f"{n:,} {what}{'s' * (n > 1)} left out: {why}"
+            for what, reasons in counts
+            for why, n in sorted(reasons.items())
+        ]
 
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
