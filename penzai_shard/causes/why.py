@@ -22,7 +22,7 @@ from penzai_shard.inspection.lowering import lower_step
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import join_paths, matches, nearest
-from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.planning.plan import write_axes
 from penzai_shard.propagation.flat import FLOW, propagate_lowered
 from penzai_shard.reports.report import Column, HasReport, Report
 
@@ -111,8 +111,8 @@ class WhyReport(HasReport):
         path = row.path.removeprefix("params/")
         where = "; ".join(map(str, row.causes)).replace(f"parameter {path}.", "its parameter ")
         lost = dict.fromkeys(f"{loss.cause.mesh_axis} lost at {loss.place}" for loss in row.losses)
-        leaf = LeafPlan(path, row.names, row.shape, None, row.spec, None, "", 0)
-        return path, row.kind, leaf.axes_text, None, "; ".join([where or "whole", *lost])
+        axes = write_axes(row.names, row.shape, row.spec)
+        return path, row.kind, axes, None, "; ".join([where or "whole", *lost])
 
     def _verdict(self) -> str:
         mesh = self.words.step.mesh

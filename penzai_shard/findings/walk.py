@@ -22,7 +22,7 @@ from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.pure_call import PureCall, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import auto_context
-from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.planning.plan import write_axes
 from penzai_shard.surgery.inserted import CONSTRAINTS
 from penzai_shard.surgery.rewriting import Finder, Keys, Rewriter, keys_text
 
@@ -148,5 +148,4 @@ def _read_failure(call: Call | None, error: Exception, batch: Any) -> Iterator[F
 
 def leaf_text(leaf: Leaf) -> str:
     """An array by its axes: ``[batch=16, seq=8]``."""
-    row = LeafPlan(leaf.path, leaf.names, leaf.shape, leaf.dtype, None, None, "", 0)
-    return f"[{row.axes_text}]"
+    return f"[{write_axes(leaf.names, leaf.shape, None)}]"

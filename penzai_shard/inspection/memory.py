@@ -18,13 +18,12 @@ from penzai_shard.inspection.topologies import find_figures
 from penzai_shard.jax_internals.compiler import MemoryFigures, kept_arguments
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import fold_key, paths_text
-from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.planning.plan import write_axes
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
 if TYPE_CHECKING:
     from penzai_shard.inspection.lowering import LoweredStep
-    from penzai_shard.inspection.step_arrays import StepArray
 
 _PARTS = ("parameters", "optimizer state", "state variables", "constants")
 
@@ -121,7 +120,8 @@ class MemoryReport(HasReport):
             if not array.is_on_host:
                 # What an optimizer keeps of a parameter stands with it: a row for each layout.
                 path = (array.parameter or array.path).removeprefix("params/")
-                sums[path, array.part, _axes_text(array)] += array.bytes_per_device
+                axes = write_axes(array.names, array.shape, array.spec)
+                sums[path, array.part, f"{axes} {array.dtype}".strip()] += array.bytes_per_device
         rows: list[tuple[Any, ...]] = [(*key, size, None) for key, size in sums.items()]
         for name in ("unused", "padding", "outputs", "donated", "temporaries", "generated_code"):
             if size := getattr(self, name):
@@ -163,12 +163,6 @@ class MemoryReport(HasReport):
         for each in self.suggestions:
             yield f"to hold about {bytes_text(each.saves)} less: {each.text}"
         yield from self.step.notes
-
-
-def _axes_text(array: "StepArray") -> str:
-    spec = array.spec
-    leaf = LeafPlan(array.path, array.names, array.shape, array.dtype, spec, None, "", 0)
-    return f"{leaf.axes_text} {array.dtype}".strip()
 
 
 def make_memory_report(

@@ -60,13 +60,23 @@ class LeafPlan:
     @property
     def axes_text(self) -> str:
         """Each dimension with its length and mesh axes: ``vocab=32000, embed=4096/data``."""
-        axes = specs.mesh_axes(self.spec or PartitionSpec(), len(self.shape))
-        names = self.names or (None,) * len(self.shape)
-        return ", ".join(
-            (str(size) if name is None else f"{_name_text(name)}={size}")
-            + (f"/{'+'.join(over)}" if over else "")
-            for name, size, over in zip(names, self.shape, axes, strict=True)
-        )
+        return write_axes(self.names, self.shape, self.spec)
+
+
+def write_axes(
+    names: Sequence[Hashable | None] | None, shape: Sequence[int], spec: PartitionSpec | None
+) -> str:
+    """Each dimension of an array with its length and mesh axes.
+
+    >>> write_axes(("vocab", "embed"), (32000, 4096), PartitionSpec(None, "data"))
+    'vocab=32000, embed=4096/data'
+    """
+    axes = specs.mesh_axes(spec or PartitionSpec(), len(shape))
+    return ", ".join(
+        (str(size) if name is None else f"{_name_text(name)}={size}")
+        + (f"/{'+'.join(over)}" if over else "")
+        for name, size, over in zip(names or (None,) * len(shape), shape, axes, strict=True)
+    )
 
 
 def _name_text(name: Hashable) -> str:
