@@ -99,9 +99,6 @@ def report(
     """
     arguments.read("report", mesh, {}, on_indivisible=on_indivisible)
     arguments.check_tree("report", model)
-    if step is None and (args or kwargs):
-        fix = "Write report(model, mesh, rules, step, ...)."
-        raise errors.RuleTypeError("report:", [Problem("", "there are arguments and no step", fix)])
 
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": "replicate"}
     with _replace_file(path) as file, warnings.catch_warnings():
@@ -164,7 +161,8 @@ def _attempt(make: Callable[[], HasReport], error_type: type[errors.ShardingErro
 def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, HasReport]:
     """The sections about a step."""
     titles = ("Memory", "Collectives", "Why")
-    if step is None:
+    # Arguments without a step are refused by what compiles it.
+    if step is None and not (args or kwargs):
         verdict = "no step is given: report(model, mesh, rules, step, ...)"
         return dict.fromkeys(titles, Report("", verdict))
     compiled = _attempt(lambda: compile_step(step, *args, **kwargs), errors.CompilationError)
