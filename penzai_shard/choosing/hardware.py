@@ -84,8 +84,8 @@ class Hardware:
             slices = topologies.SLICES[kind].all_shapes()
             shape = min(slices, key=lambda each: abs(math.prod(each) - count))
         if math.prod(shape) != count:
-            what, fix = "there are not so many together", f"Write '{kind}:{math.prod(shape)}'."
-            raise MeshError(headline, [Problem("", what, fix)])
+            what = "slices and whole hosts have other numbers of devices"
+            raise MeshError(headline, [Problem("", what, f"Write '{kind}:{math.prod(shape)}'.")])
 
         size = "x".join(map(str, shape))
         # Which GPUs they are is known here; a description of them is for compilers.
