@@ -5,7 +5,6 @@ estimate, as those order operations by themselves.
 """
 
 import collections
-import importlib.metadata
 import itertools
 import math
 import re
@@ -31,15 +30,16 @@ from penzai_shard.jax_internals import compiler
 from penzai_shard.layouts.axis_roles import mesh_axes_of
 
 _FLAGS: dict[str, Any] = {
+    # Nothing of it runs: code is made as fast as it can be.
+    "xla_cpu_parallel_codegen_split_count": 1,
     # What is computed again must not be free to come early, nor may gradients wait for each other
     # to be summed together; and float16 must not be sent and held in float32. The order is the
     # usual one: a memory-optimised one holds what is computed again until gradients are made of it.
     "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner,change-op-data-type",
 }
-# Nothing of it runs: code is made as fast as it can be, by the older of two ways. Later releases
-# lack that way, and refuse a program that asks for it.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    _FLAGS |= {"xla_cpu_parallel_codegen_split_count": 1, "xla_cpu_use_fusion_emitters": False}
+if jax.__version_info__ < (0, 11):
+    # The older of two ways to make code is faster; later releases have one, and refuse the flag.
+    _FLAGS["xla_cpu_use_fusion_emitters"] = False
 
 
 def compile_candidates(
