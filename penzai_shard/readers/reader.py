@@ -2,13 +2,16 @@
 
 A library keeps its arrays in nodes: a box with names, a variable, an array type, a module. A reader
 opens such a node and closes another like it. Penzai is one of these libraries. A library is looked
-up, never imported: nobody has its nodes who has not imported it.
+up, never imported: nobody has its nodes who has not imported it. Its module here has its name, with
+``_`` for a dot, and a list ``READERS``.
 """
 
 import contextlib
 import dataclasses
 import functools
 import importlib
+import pathlib
+import pkgutil
 import sys
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -17,15 +20,11 @@ from penzai_shard.errors import Problem, RuleTypeError
 
 # Types of these modules are nobody's, and by far the most frequent.
 _PLAIN_MODULES = frozenset({"builtins", "collections", "numpy", "jaxlib._jax", "jax._src.core"})
-# Modules that whoever has nodes of a library has imported, and our module that reads these.
+# The modules of this folder, by the library that each reads: ``flax_nnx`` reads ``flax.nnx``.
 _OURS = {
-    "penzai.core.variables": "readers.penzai",
-    "penzai.deprecated.v1.nn.parameters": "readers.penzai",
-    "flax.core.meta": "readers.flax_linen",
-    "flax.nnx": "readers.flax_nnx",
-    "haliax.core": "readers.haliax",
-    "torch": "readers.torch",
-    "penzai_shard.training.train_state": "training.train_state",
+    module.name.replace("_", "."): f"{__package__}.{module.name}"
+    for module in pkgutil.iter_modules([str(pathlib.Path(__file__).parent)])
+    if f"{__package__}.{module.name}" != __name__
 }
 # Modules of these types keep settings in the tree, such as the rate of a dropout: as for Equinox
 # itself (``eqx.is_array``), Python numbers in them are no arrays.
@@ -169,8 +168,8 @@ def is_module(kind: type) -> bool:
 
 
 def _active() -> list[Reader]:
-    names = dict.fromkeys(name for library, name in _OURS.items() if library in sys.modules)
-    modules = [importlib.import_module(f"penzai_shard.{name}") for name in names]
+    imported = [name for library, name in _OURS.items() if library in sys.modules]
+    modules = [importlib.import_module(name) for name in imported]
     readers = [*_registered, *(reader for module in modules for reader in module.READERS)]
     return [reader for reader in readers if reader.library in sys.modules]
 

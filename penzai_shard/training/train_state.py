@@ -25,7 +25,7 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import plan_tree
 from penzai_shard.processes.arrays import put
-from penzai_shard.readers.reader import Content
+from penzai_shard.readers.reader import Content, register_reader
 from penzai_shard.rules import OnIndivisible
 from penzai_shard.training.model_parts import Kind, StateTemplate, name_array, split_model
 
@@ -430,4 +430,4 @@ class _TrainStates:
         return TrainState(*values)
 
 
-READERS = [_TrainStates()]
+register_reader(_TrainStates())
