@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 _EXAMPLES = "Write for instance 'v5e:32', 'v5p:4x4x8', 'h100:16' or 'cpu:8'."
 _GPUS_OF_A_HOST = 8
-# Bytes per second that one GPU has of the network between hosts: a port of 200 or 400 Gbit/s each,
-# https://docs.nvidia.com/dgx/.
-_BETWEEN_HOSTS = {"a100": 25e9, "a100-80gb": 25e9, "h100": 50e9, "h200": 50e9, "b200": 50e9}
 # Of all simulated devices together, measured on one core of a server's processor and rounded:
 # operations, and bytes of memory and of links, per second. Only their ratios matter.
 _SIMULATED = topologies.Figures("cpu", "", 120e9, 0, 7e9, 10e9)
@@ -75,13 +72,13 @@ class Hardware:
             fix = f"Write '{near}:{numbers if is_number else 8}'." if near else _EXAMPLES
             what = f"a name is a kind of device ({', '.join(_FIGURES)}) and a number of them"
             raise MeshError(headline, [Problem("", what, fix)])
-        shape, is_gpu = tuple(map(int, numbers.split("x"))), kind in _BETWEEN_HOSTS
-        count = math.prod(shape)
+        published, shape = _FIGURES[kind], tuple(map(int, numbers.split("x")))
+        count, is_gpu = math.prod(shape), published.between > 0
         # Of one number the slice, or the whole hosts, that come nearest.
         if is_gpu and len(shape) == 1:
             shape = -(-count // _GPUS_OF_A_HOST), min(count, _GPUS_OF_A_HOST)
-        elif kind in topologies.SLICES and len(shape) == 1:
-            slices = topologies.SLICES[kind].all_shapes()
+        elif published.slices and len(shape) == 1:
+            slices = published.slices.all_shapes()
             shape = min(slices, key=lambda each: abs(math.prod(each) - count))
         if math.prod(shape) != count:
             what = "slices and whole hosts have other numbers of devices"
@@ -90,10 +87,10 @@ class Hardware:
         size = "x".join(map(str, shape))
         # Which GPUs they are is known here; a description of them is for compilers.
         topology = topologies.Topology(f"{'gpu' if is_gpu else kind}:{size}", "any" * is_gpu)
-        _, _, flops, memory, bandwidth, link = _FIGURES[kind]
+        _, _, flops, memory, bandwidth, link, between, _ = published
         share = topology.device_count if kind == "cpu" else 1
         figures = flops / share, int(memory) or None, bandwidth / share, link / share
-        return cls(f"{kind}:{size}", topology, *figures, _BETWEEN_HOSTS.get(kind, 0.0))
+        return cls(f"{kind}:{size}", topology, *figures, between)
 
     @property
     def device_count(self) -> int:
@@ -131,9 +128,10 @@ class Hardware:
             MeshError: The mesh has another number of devices.
         """
         self.topology.check_mesh(mesh_sizes)
-        if self.topology.kind == "v5e":
-            return self._split_grid(mesh_sizes)
-        if self.topology.platform == "tpu":
+        slices = topologies.SLICES.get(self.topology.kind)
+        if slices and slices.has_parts:
+            return self._split_grid(mesh_sizes, slices.ring)
+        if slices:
             return topologies.mesh_bandwidths(self.topology, mesh_sizes)
         inside, rates = self.device_count // self.hosts, dict.fromkeys(mesh_sizes, self.link)
         for axis, size in reversed([*mesh_sizes.items()]):
@@ -144,12 +142,12 @@ class Hardware:
                 rates[axis] = min(self.link, self.between * (size - 1) / hosts)
         return rates
 
-    def _split_grid(self, mesh_sizes: Mapping[str, int]) -> dict[str, float]:
-        """The same of v5e, where a mesh axis may have a part of an axis of the grid.
+    def _split_grid(self, mesh_sizes: Mapping[str, int], ring: int) -> dict[str, float]:
+        """The same where a mesh axis may have a part of an axis of the grid.
 
         Several rows that go over the same links, one for each device in between, share them.
         """
-        shape, ring = self.topology.shape, topologies.SLICES["v5e"].ring
+        shape = self.topology.shape
         free, rates = [*shape], dict.fromkeys(mesh_sizes, 0.0)
         for axis, size in reversed([*mesh_sizes.items()]):
             rest, dims = size, range(len(shape))

@@ -14,6 +14,44 @@ from typing import Any, Literal, NamedTuple
 from penzai_shard.errors import MeshError, Problem, Problems
 from penzai_shard.meshes import mesh_text
 
+# Slices of TPUs
+
+
+class Slices(NamedTuple):
+    """Which slices there are of a generation of TPUs.
+
+    Attributes:
+        shapes: The chips of each along the links, without those made of cubes of 64 chips.
+        largest: The largest slice of cubes; empty for a generation without.
+        ring: Without cubes, how many chips in a row have a link from the last to the first.
+        has_parts: Whether JAX lays a mesh axis over a part of an axis of the grid, too.
+        options: What libtpu needs to hear to describe the devices as JAX has them in a real run.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    largest: tuple[int, ...] = ()
+    ring: int = 0
+    has_parts: bool = False
+    options: Mapping[str, Any] = {}
+
+    def cubes(self) -> list[tuple[int, ...]]:
+        """The slices that consist of cubes of 64 chips, so that every row of chips is a ring."""
+        sides = [range(4, most + 1, 4) for most in self.largest]
+        return [shape for shape in itertools.product(*sides) if shape and [*shape] == sorted(shape)]
+
+    def all_shapes(self) -> list[tuple[int, ...]]:
+        """All slices, the smallest first."""
+        return sorted({*self.shapes, *self.cubes()}, key=lambda shape: (math.prod(shape), shape))
+
+
+# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+_SQUARES = Slices(((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)), ring=16)
+_CUBES = Slices(((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), (16, 16, 24))
+_OF_V5E = _SQUARES._replace(has_parts=True)
+# JAX has one device for the two cores of a chip; libtpu by itself describes two.
+_OF_V4 = _CUBES._replace(largest=(16, 16, 16), options={"chip_config_name": "megacore"})
+
+
 # Published figures
 
 
@@ -28,6 +66,8 @@ class Figures(NamedTuple):
         memory_bandwidth: Bytes per second of a chip's own memory.
         link: Bytes per second: of a TPU over one link to a neighbour, of a GPU over all its links
             to the other GPUs of its host.
+        between: Bytes per second that a GPU has of the network between hosts: of one port.
+        slices: Which there are of a TPU.
     """
 
     kind: str
@@ -36,6 +76,8 @@ class Figures(NamedTuple):
     memory: float
     memory_bandwidth: float
     link: float
+    between: float = 0.0
+    slices: Slices | None = None
 
 
 _GIB, _GB = 2**30, 1e9
@@ -48,18 +90,19 @@ _HELD = _GPU_SHARE * _GB
 # of a program that is too large. Links: v5e has 400 GB/s in both directions over 4 links, v5p
 # 1,200 GB/s over 6, v6e 3,200 Gbit/s over 4.
 # Of GPUs: https://www.nvidia.com/en-us/data-center/ and https://docs.nvidia.com/dgx/; flops are
-# without sparsity.
+# without sparsity, and a port has 200 or 400 Gbit/s.
 FIGURES = (
-    Figures("v4", "TPU v4$", 275e12, 30.75 * _GIB, 1200 * _GB, 50 * _GB),
-    Figures("v5e", "TPU v5 lite$", 197e12, 15.75 * _GIB, 819 * _GB, 50 * _GB),
-    Figures("v5p", "TPU v5$", 459e12, 95.74 * _GIB, 2765 * _GB, 100 * _GB),
-    Figures("v6e", "TPU v6 lite$", 918e12, 31.25 * _GIB, 1600 * _GB, 100 * _GB),
-    Figures("a100-80gb", r"A100.*80GB", 312e12, 80 * _HELD, 2039 * _GB, 300 * _GB),
-    Figures("a100", r"A100", 312e12, 40 * _HELD, 1555 * _GB, 300 * _GB),
-    Figures("h100", r"\bH100\b(?! NVL)", 989.5e12, 80 * _HELD, 3350 * _GB, 450 * _GB),
-    Figures("h200", r"\bH200\b", 989.5e12, 141 * _HELD, 4800 * _GB, 450 * _GB),
-    Figures("b200", r"\bB200\b", 2250e12, 180 * _HELD, 8000 * _GB, 900 * _GB),
+    Figures("v4", "TPU v4$", 275e12, 30.75 * _GIB, 1200 * _GB, 50 * _GB, slices=_OF_V4),
+    Figures("v5e", "TPU v5 lite$", 197e12, 15.75 * _GIB, 819 * _GB, 50 * _GB, slices=_OF_V5E),
+    Figures("v5p", "TPU v5$", 459e12, 95.74 * _GIB, 2765 * _GB, 100 * _GB, slices=_CUBES),
+    Figures("v6e", "TPU v6 lite$", 918e12, 31.25 * _GIB, 1600 * _GB, 100 * _GB, slices=_SQUARES),
+    Figures("a100-80gb", r"A100.*80GB", 312e12, 80 * _HELD, 2039 * _GB, 300 * _GB, 25 * _GB),
+    Figures("a100", r"A100", 312e12, 40 * _HELD, 1555 * _GB, 300 * _GB, 25 * _GB),
+    Figures("h100", r"\bH100\b(?! NVL)", 989.5e12, 80 * _HELD, 3350 * _GB, 450 * _GB, 50 * _GB),
+    Figures("h200", r"\bH200\b", 989.5e12, 141 * _HELD, 4800 * _GB, 450 * _GB, 50 * _GB),
+    Figures("b200", r"\bB200\b", 2250e12, 180 * _HELD, 8000 * _GB, 900 * _GB, 50 * _GB),
 )
+SLICES = {each.kind: each.slices for each in FIGURES if each.slices}
 
 
 def find_figures(device_kind: str) -> Figures | None:
@@ -73,46 +116,6 @@ def find_figures(device_kind: str) -> Figures | None:
     """
     return next((each for each in FIGURES if re.search(each.device_kind, device_kind)), None)
 
-
-# Slices of TPUs
-
-
-class Slices(NamedTuple):
-    """Which slices there are of a generation of TPUs.
-
-    Attributes:
-        shapes: The chips of each along the links, without those made of cubes of 64 chips.
-        largest: The largest slice of cubes; empty for a generation without.
-        ring: Without cubes, how many chips in a row have a link from the last to the first.
-        options: What libtpu needs to hear to describe the devices as JAX has them in a real run.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    largest: tuple[int, ...] = ()
-    ring: int = 0
-    options: Mapping[str, Any] = {}
-
-    def cubes(self) -> list[tuple[int, ...]]:
-        """The slices that consist of cubes of 64 chips, so that every row of chips is a ring."""
-        sides = [range(4, most + 1, 4) for most in self.largest]
-        return [shape for shape in itertools.product(*sides) if shape and [*shape] == sorted(shape)]
-
-    def all_shapes(self) -> list[tuple[int, ...]]:
-        """All slices, the smallest first."""
-        return sorted({*self.shapes, *self.cubes()}, key=lambda shape: (math.prod(shape), shape))
-
-
-_SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_PARTS_OF_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-
-# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
-SLICES = {
-    # JAX has one device for the two cores of a chip; libtpu by itself describes two.
-    "v4": Slices(_PARTS_OF_A_CUBE, (16, 16, 16), options={"chip_config_name": "megacore"}),
-    "v5e": Slices(_SQUARES, ring=16),
-    "v5p": Slices(_PARTS_OF_A_CUBE, (16, 16, 24)),
-    "v6e": Slices(_SQUARES, ring=16),
-}
 
 # Topologies
 

@@ -11,6 +11,7 @@ from jax.experimental import mesh_utils
 import penzai_shard as pzs
 from penzai_shard.choosing.cost import StepCost
 from penzai_shard.choosing.hardware import Hardware, read_devices, step_time
+from penzai_shard.inspection.topologies import FIGURES, SLICES, find_figures
 from tests.refusals import problem_paths, problems_of
 
 GB = 1e9
@@ -33,6 +34,19 @@ def test_hardware_read(name, full_name, count, hosts, flops):
     assert described == (full_name, count, hosts, flops)
     assert Hardware.read(full_name) == found
     assert found.overlaps == (name != "cpu:8")
+
+
+@pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.kind)
+def test_hardware_has_what_is_published(figures):
+    found = Hardware.read(f"{figures.kind}:32")
+    published = figures.flops, int(figures.memory), figures.memory_bandwidth, figures.link
+    assert (found.flops, found.memory, found.memory_bandwidth, found.link) == published
+    # Devices of a kind are TPUs with slices, or GPUs with hosts, which send over some link.
+    assert (found.topology.platform == "tpu") == (figures.slices is not None) != (found.hosts == 4)
+    assert min(found.bandwidths({"data": 4, "model": 8}).values()) > 0
+    if figures.slices:
+        assert pzs.Topology(found.name).memory_limit == found.memory
+        assert find_figures(figures.device_kind.rstrip("$")) == figures
 
 
 @pytest.mark.parametrize(
@@ -73,10 +87,10 @@ class Chip:
 
 def jax_lays(kind, shape, sizes):
     """Whether ``jax.make_mesh`` would, with chips that need not be there."""
-    device_kind = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v4": "TPU v4"}
+    (device_kind,) = [each.device_kind.rstrip("$") for each in FIGURES if each.kind == kind]
     padded = (*shape, 1)[:3]
     places = sorted(itertools.product(*map(range, padded)), key=lambda place: place[::-1])
-    chips = [Chip(i, place, device_kind[kind]) for i, place in enumerate(places)]
+    chips = [Chip(i, place, device_kind) for i, place in enumerate(places)]
     try:
         # As jax.make_mesh has it, v5e may split an axis of its grid.
         mesh_utils.create_device_mesh(sizes, chips, allow_split_physical_axes=kind == "v5e")
@@ -85,12 +99,10 @@ def jax_lays(kind, shape, sizes):
     return True
 
 
-@pytest.mark.parametrize(
-    "name", ["v5e:2x4", "v5e:4x4", "v5e:16x16", "v6e:4x8", "v5p:2x4x4", "v4:4x4x4", "v5p:4x8x8"]
-)
-def test_hardware_has_the_meshes_that_jax_lays(name):
-    hardware = Hardware.read(name)
-    kind, devices = name.partition(":")[0], hardware.device_count
+@pytest.mark.parametrize("devices", [8, 32, 64, 256])
+@pytest.mark.parametrize("kind", SLICES)
+def test_hardware_has_the_meshes_that_jax_lays(kind, devices):
+    hardware = Hardware.read(f"{kind}:{devices}")
     for model in (2**n for n in range(devices.bit_length())):
         sizes = {"data": devices // model, "model": model}
         lays = jax_lays(kind, hardware.topology.shape, tuple(sizes.values()))
