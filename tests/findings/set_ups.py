@@ -10,7 +10,7 @@ from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 import penzai_shard as pzs
 from penzai_shard.findings.lint import lint
-from penzai_shard.findings.set_up import ERRORS
+from penzai_shard.findings.set_up import ERRORS, Finding
 
 _LOCAL = llamalike_common.AttentionTypeSlidingWindowCausal(2)
 _GEMMA = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}
@@ -93,10 +93,14 @@ def paste(finding, subject):
 
 
 def check_fixes(subject):
-    """Each fix that is an argument of ``lint`` takes its finding away, and adds none."""
+    """Each fix that is an argument of ``lint`` takes its finding away, and adds none.
+
+    Kinds are listed where people look them up.
+    """
     report = lint(**subject)
     hides_waste = any("waste was not looked for" in note for note in report.notes)
     for finding in report.findings:
+        assert f'``"{finding.kind}"``' in Finding.__doc__
         if finding.fix.startswith(("Write rules=", "Write layout=", "Write model=")):
             after = keys(lint(**paste(finding, subject)))
             # Waste is looked for once the rules are right.

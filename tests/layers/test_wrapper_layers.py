@@ -35,7 +35,7 @@ WRAPPERS = {
 }
 # Those that call the body as it is or are made of others, and those that transform its call.
 PLAIN = ("scoped", "axis order", "behind another", "activations", "by name", "nested")
-TRANSFORMING = ("checkpointed", "gathered", "in float32", "sharded")
+TRANSFORMING = [name for name in WRAPPERS if name not in (*PLAIN, "jitted")]
 X = pz.nx.wrap(jax.random.normal(jax.random.key(1), (8, 8)), "batch", "features")
 
 
