@@ -8,13 +8,15 @@ import contextlib
 import inspect
 import itertools
 import json
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import Problem, RuleTypeError, TrainingStoppedError, warn_caller
 from penzai_shard.processes.agreement import any_process, together
 
@@ -42,10 +44,12 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: The inputs of the loss function by name.
+        tokens: How many tokens it has, if its arrays say so.
         position: Where the run is once a step has used it.
     """
 
     inputs: dict[str, Any]
+    tokens: int | None
     position: Position
 
 
@@ -126,7 +130,7 @@ def can_begin_anew(batches: Any) -> bool:
 
 
 def make_batches(
-    called: str, batches: Any, position: Position, *, place: Any, most: Any = None
+    called: str, batches: Any, position: Position, *, place: Any, tokens_axes: Any, most: Any = None
 ) -> Iterator[Batch]:
     """Draws batches from a position on, and places them.
 
@@ -136,6 +140,7 @@ def make_batches(
         position: That of a checkpoint, or the beginning.
         place: Places a batch.
         most: How many batches are wanted; no more are drawn. None draws all.
+        tokens_axes: The logical axes of which the lengths count tokens.
 
     Raises:
         RuleTypeError: It gives no batches, or ``place`` returns none.
@@ -158,7 +163,7 @@ def make_batches(
                 fix = f"Write ({{'x': x, 'y': y}} for x, y in {called})."
                 raise RuleTypeError("fit:", [Problem(called, what, fix)])
         after = Position(position.used + number + 1, state)
-        yield Batch(dict(inputs), after)
+        yield Batch(dict(inputs), _count_tokens(inputs, tokens_axes), after)
 
 
 def _open(called: str, batches: Any, position: Position) -> Iterator[Any]:
@@ -181,6 +186,13 @@ def _open(called: str, batches: Any, position: Position) -> Iterator[Any]:
     # Draws and drops as many.
     next(itertools.islice(iterator, position.used, position.used), None)
     return iterator
+
+
+def _count_tokens(inputs: Any, axes: Sequence[Hashable]) -> int | None:
+    """The largest product of the lengths of these logical axes in an array that has all."""
+    sizes = [dict(zip(x.names or (), x.shape, strict=False)) for x in leaves_of(inputs)]
+    counts = [math.prod(own[axis] for axis in axes) for own in sizes if {*axes} <= own.keys()]
+    return max(counts, default=None) if axes else None
 
 
 def _write_state(called: str, iterator: Any) -> str:

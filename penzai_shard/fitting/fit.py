@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -48,6 +48,7 @@ def fit(
     progress: bool = True,
     loss: str | None = "loss",
     allow_nonfinite: bool = False,
+    tokens_axes: Sequence[Hashable] = ("batch", "seq"),
     checkpoint: Any = None,
     save_every: int | None = None,
     keep: int | None = 2,
@@ -103,6 +104,7 @@ def fit(
         loss: The key of the loss in the report; None if it has none. A report that is a single
             number is the loss.
         allow_nonfinite: Whether to go on when the loss is infinite or not a number.
+        tokens_axes: The logical axes of which the lengths, multiplied, count the tokens of a batch.
         checkpoint: The folder of a ``CheckpointManager``, which several processes share.
         save_every: After how many steps to save. The last step is saved anyway.
         keep: How many of the newest checkpoints to keep; None keeps all.
@@ -155,7 +157,7 @@ def fit(
     place = shard_batch or (lambda batch: batch)
     if mesh is not None:
         place = functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)
-    draw = functools.partial(make_batches, place=place)
+    draw = functools.partial(make_batches, place=place, tokens_axes=tokens_axes)
     manager = evaluating = None
     if checkpoint is not None:
         manager = CheckpointManager(checkpoint, keep_last=keep, keep_every=keep_every, best=best)
@@ -198,6 +200,7 @@ def _check(given: Mapping[str, Any]) -> None:
         "stop_event": (is_event, "stop_event=threading.Event()"),
         "state": (is_state, "state=TrainState.initial_state(model, optimizer, rng)"),
         "batches": ("checkpoint" in absent or can_begin_anew(given["batches"]), _ANEW),
+        "tokens_axes": (not isinstance(given["tokens_axes"], str), "tokens_axes=('batch', 'seq')"),
         "on_stop": (given["on_stop"] in ("raise", "return"), "on_stop='return'"),
         "mesh": (is_placing, "shard_batch=function, or mesh=mesh with rules and first_axis"),
         "eval_batches": (is_whole, "evaluate_every=100, eval_step=step, eval_batches=[batch]"),

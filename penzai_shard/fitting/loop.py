@@ -44,6 +44,8 @@ class LogRecord:
             processes hold parts stay as they are.
         seconds_per_step: Mean time of a step since the record before, without saving and
             evaluation. The first step, which compiles, counts only in a record of it alone.
+        tokens_per_second: Tokens of all processes over the same time; None if the batches do not
+            say how many they have.
         evaluation: The means of an evaluation of the state after this step, or None.
     """
 
@@ -51,11 +53,14 @@ class LogRecord:
     loss: float | None
     metrics: Any
     seconds_per_step: float
+    tokens_per_second: float | None = None
     evaluation: Any = None
 
     def __str__(self) -> str:
         numbers = read_numbers({"loss": self.loss}) | read_numbers({"evaluation": self.evaluation})
         parts = [f"{name} {value:.4f}" for name, value in numbers.items()]
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         return ", ".join([*parts, f"{self.seconds_per_step * 1e3:,.1f} ms/step"])
 
 
@@ -64,24 +69,26 @@ class Pace:
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
-        self._seconds: list[float] = []
+        self._steps: list[tuple[float, int | None]] = []
         self._is_first = True
 
-    def end_step(self) -> None:
+    def end_step(self, tokens: int | None) -> None:
         """Notes that one more step was found done."""
         before, self._since = self._since, time.perf_counter()
-        self._seconds.append(self._since - before)
+        self._steps.append((self._since - before, tokens))
 
     def skip(self) -> None:
         """Leaves out the time since the last step was found done."""
         self._since = time.perf_counter()
 
-    def take(self) -> float:
-        """Seconds per step since the last call."""
+    def take(self) -> tuple[float, float | None]:
+        """Seconds per step and tokens per second since the last call."""
         # The first step compiles.
-        is_first, self._is_first = self._is_first and len(self._seconds) > 1, False
-        seconds, self._seconds = self._seconds[is_first:], []
-        return sum(seconds) / len(seconds)
+        steps = self._steps[1:] if self._is_first and len(self._steps) > 1 else self._steps
+        self._steps, self._is_first = [], False
+        seconds = sum(own for own, _ in steps)
+        tokens = sum(own or 0 for _, own in steps)
+        return seconds / len(steps), tokens / seconds if tokens and seconds else None
 
 
 def find_loss(reported: Any, loss: str | None) -> Any:
@@ -166,9 +173,9 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self.done = self._start = int(self.state.step)
-        # Number, report and loss of steps that were dispatched, and what is there once they are
-        # done.
-        self._unread: list[tuple[int, Any, Any, Any]] = []
+        # Number, tokens, report and loss of steps that were dispatched, and what is there once they
+        # are done.
+        self._unread: list[tuple[int, int | None, Any, Any, Any]] = []
         self._pace = Pace()
 
     def run(self, feed: BatchFeed, find_reason: Callable[[], str]) -> None:
@@ -228,7 +235,7 @@ class TrainingLoop:
         self.done += 1
         self.position = batch.position
         loss = find_loss(report, self.loss)
-        self._unread.append((self.done, report, loss, self.state.step))
+        self._unread.append((self.done, batch.tokens, report, loss, self.state.step))
         saves = _is_due(self.save_every, self.done)
         self._read(0 if saves or self._is_evaluated(self.done) else 1)
         if saves:
@@ -237,10 +244,10 @@ class TrainingLoop:
     def _read(self, most_unread: int) -> None:
         """Waits for steps, and says what they reported."""
         while len(self._unread) > most_unread:
-            number, report, loss, done = self._unread.pop(0)
+            number, tokens, report, loss, done = self._unread.pop(0)
             jax.block_until_ready(done)
             self.bar.advance()
-            self._pace.end_step()
+            self._pace.end_step(tokens)
             value = None if loss is None else float(np.asarray(loss).item())
             if not (value is None or math.isfinite(value) or self.allow_nonfinite):
                 saved = f"; step {self.saved} is saved" if self.saved else ""
@@ -255,7 +262,7 @@ class TrainingLoop:
         evaluation = self.evaluate(self.state) if self._is_evaluated(number) else None
         self._pace.skip()
         metrics, pace = copy_to_host(report), self._pace.take()
-        self._record = record = LogRecord(number, loss, metrics, pace, evaluation)
+        self._record = record = LogRecord(number, loss, metrics, *pace, evaluation)
         self.bar.show(str(record))
         if self.on_log is not None:
             self.on_log(record)

@@ -55,9 +55,10 @@ def test_fit_records():
     train(on_log=records.append, log_every=4)
     assert [record.step for record in records] == [4, 8, 9]
     assert isinstance(records[0].metrics["weights"], np.ndarray)
-    assert all(record.seconds_per_step > 0 for record in records)
-    train(on_log=records.append, log_every=None)
-    assert [record.step for record in records[3:]] == [9]
+    assert records[0].tokens_per_second * records[0].seconds_per_step == pytest.approx(24)
+    assert " tokens/s, " in str(records[0])
+    train(on_log=records.append, log_every=None, tokens_axes=("batch", "rows"))
+    assert [(record.step, record.tokens_per_second) for record in records[3:]] == [(9, None)]
 
 
 @pytest.mark.parametrize(
@@ -327,6 +328,7 @@ def test_fit_gives_the_state_with_an_error_of_a_callback():
         ("step(state, **batch)", {"step": runs.EVALUATE}),
         ("eval_step(state, **batch)", {**EVALUATION, "eval_step": KEEPING_STEP}),
         ("stop_event", {"stop_event": True}),
+        ("tokens_axes", {"tokens_axes": "batch"}),
         ("steps", {"steps": 0}),
         ("log_every", {"log_every": 0.5}),
         ("prefetch", {"prefetch": 0}),
