@@ -78,6 +78,11 @@ class WhyReport(HasReport):
     compiled: CompiledStep | None = None
     at: str = ""
 
+    @property
+    def lost(self) -> tuple[WhyRow, ...]:
+        """The rows on whose way a mesh axis got lost."""
+        return tuple(row for row in self.rows if row.losses)
+
     def of_kind(self, kind: RowKind) -> tuple[WhyRow, ...]:
         """The rows of one kind."""
         return tuple(row for row in self.rows if row.kind == kind)

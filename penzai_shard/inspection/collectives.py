@@ -11,8 +11,11 @@ import posixpath
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.inspection.attribution import Collective, Part, read_collectives
 from penzai_shard.meshes import mesh_text
+from penzai_shard.paths import matches, nearest
+from penzai_shard.programs import LOSS, OPTIMIZER
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
 
@@ -94,12 +97,14 @@ class CollectiveReport(HasReport):
     Attributes:
         collectives: Each place in the program where devices exchange data, in its order.
         mesh_sizes: The size of each mesh axis; empty without a mesh.
+        layers: The labels of the step's layers, in the model's order.
         device_kind: What the program is for: ``"cpu"`` or ``"TPU v5 lite"``.
         remarks: What else a reader should know.
     """
 
     collectives: tuple[Collective, ...]
     mesh_sizes: Mapping[str, int]
+    layers: tuple[str, ...] = ()
     device_kind: str = ""
     remarks: tuple[str, ...] = ()
 
@@ -166,6 +171,28 @@ class CollectiveReport(HasReport):
             for own, payload in payloads.items():
                 totals[own] = totals.get(own, Total()).plus(add_up_part(one, payload))
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
+
+    def owned_by(self, pattern: str) -> tuple[Collective, ...]:
+        """The collectives with a part that a layer owns, or a layer inside of it.
+
+        Args:
+            pattern: A label, ``"loss"``, ``"optimizer"`` or ``"unattributed"``, with ``*`` and
+                ``**`` as in all patterns: ``"transformer/block_*/mlp"``.
+
+        Raises:
+            SelectionError: The step has no layer of that name.
+        """
+        known = [*self.layers, LOSS, OPTIMIZER, UNATTRIBUTED]
+        inside = {owner for owner in known if matches(f"{pattern}/**", owner)}
+        if not inside:
+            fix = f"Write for instance {nearest(pattern, known) or LOSS!r}."
+            problem = Problem("", f"the step has no layer {pattern!r}", fix, "unused")
+            raise SelectionError("owned_by:", [problem])
+        return tuple(
+            one
+            for one in self.collectives
+            if any(inside.intersection(part.layers or (UNATTRIBUTED,)) for part in one.parts)
+        )
 
     def report(self) -> Report:
         """The collectives as a table: a row for each layer, kind, mesh axis and phase."""
@@ -252,4 +279,4 @@ def make_collective_report(compiled: "CompiledStep") -> CollectiveReport:
                 "the compiler for CPUs moves bfloat16 as float32; with those of GPUs and TPUs it "
                 "is half the bytes"
             )
-    return CollectiveReport(found, sizes, kind, tuple(notes))
+    return CollectiveReport(found, sizes, tuple(step.layers.order), kind, tuple(notes))

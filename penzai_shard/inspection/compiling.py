@@ -56,7 +56,9 @@ class CompiledStep(HasReport):
         recompilation: Arrays for which the second step compiles again: path, and dtype and layout
             before and after.
         topology: The devices, where they are described.
-        remarks: By what it was compiled, and what of it is an estimate, if not for devices here.
+        exact: What is as in a run on these devices, if it is not compiled for devices here.
+        estimated: What is an estimate then.
+        remarks: By what it was compiled then, and the same in sentences.
     """
 
     step: LoweredStep
@@ -66,6 +68,8 @@ class CompiledStep(HasReport):
     memory_limit: int | None
     recompilation: tuple[tuple[str, str, str], ...] = ()
     topology: Topology | None = None
+    exact: str = ""
+    estimated: str = ""
     remarks: tuple[str, ...] = ()
 
     @functools.cached_property

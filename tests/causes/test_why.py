@@ -220,7 +220,7 @@ def test_constraint_that_loses_and_rivals_are_named():
 def test_parameter_that_is_gathered_for_use_is_no_loss():
     layers = linear({"b": "data"}, "m/up"), linear((), "m/down", "b", "c")
     report = why(pz.nn.Sequential(layers), named("data"))
-    assert report.losses == ()
+    assert report.losses == report.lost == ()
     text = "m/up: model/m/up.weights is gathered over 'data' for a matrix product"
     assert text in [str(loss) for row in report.collectives().rows for loss in row.because]
 

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import penzai_shard as pzs
 from penzai_shard.inspection.attribution import Collective, Part
 from penzai_shard.inspection.collectives import CollectiveReport, Total
+from tests.refusals import refused
 
 MESH = {"data": 4, "model": 2}
 
@@ -60,6 +61,19 @@ def test_unknown_times_are_in_no_sum_and_are_listed():
     assert (row["layer"], row["sent"], "3.0 KiB" in row["remark"]) == ("mlp", None, True)
     assert "1 collective in one step, without 1 that" in found.report().verdict
     assert found.to_data()["unknown_times"] == 1
+
+
+def test_owned_by_finds_layers_and_what_is_in_them():
+    up, other, unknown = collective("block_1/mlp/up"), collective("block_11/mlp/up"), collective()
+    merged = collective("block_1/attention/query", "block_1/attention/key")
+    owners = [x for one in (up, merged, other) for x in one.parts[0].layers]
+    found = report(up, merged, other, unknown, layers=(*owners, "block_2/norm"))
+    assert found.owned_by("block_1") == (up, merged)
+    assert found.owned_by("block_*/mlp") == found.owned_by("**/up") == (up, other)
+    assert found.owned_by("block_2") == found.owned_by("optimizer") == ()
+    assert found.owned_by("unattributed") == found.unattributed == (unknown,)
+    (problem,) = refused(pzs.SelectionError, found.owned_by, "block_1/mlp/pu").values()
+    assert "'block_1/mlp/up'" in problem.fix
 
 
 def test_rows_say_what_moves():

@@ -100,7 +100,8 @@ def test_step_that_is_too_large_is_reported_with_what_it_needs(monkeypatch):
     memory = report.memory
     assert (memory.total, memory.limit, memory.padding) == (196 * 2**30, 15 * 2**30, 0)
     assert memory.inputs - memory.unused == 2**34 * 4 // 16 + 2**30 * 4 // 2
-    assert "exact: the size of what comes in\n" in str(report)
+    assert f"exact: {report.exact}\n" in str(report)
+    assert ("memory" in report.exact, "total" in report.estimated) == (False, True)
     assert "does not fit" in report.report().verdict
 
 
