@@ -228,5 +228,6 @@ class ShardingPlan(HasReport):
             notes.append(f"{len(self.others):,} leaves are no arrays and stay as they are")
         left = sum(leaf.spec is None for leaf in self.leaves)
         if left:
-            notes.append(f"{left:,} arrays without names are left to JAX")
+            are = "arrays without names are" if left > 1 else "array without names is"
+            notes.append(f"{left:,} {are} left to JAX")
         return tuple(notes)

@@ -375,5 +375,5 @@ def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
         return f"the predicate is false for all {len(layers)} layers", "Correct it."
     places = {x for own in layers for x in (own.path, *(f"**/{n}" for n in names_of(own.before)))}
     place = nearest("/".join(pattern_parts(what)), sorted(places))
-    fact = "no position in the tree, as treescope shows them, is like it"
+    fact = "positions in the tree are written as treescope shows them"
     return fact, f"Write for instance {place or layers[0].path!r}."

@@ -112,9 +112,11 @@ def check_equivalent(
 
     rows = _make_rows(found)
     wrong = [" ".join(row[1::-1]) for row in rows if not row[-2]]
-    verdict = f"equivalent: {len(rows)} arrays agree"
+    arrays = f"{len(rows)} array{'s' * (len(rows) != 1)}"
+    verdict = f"equivalent: {arrays} agree{'s' * (len(rows) == 1)}"
     if wrong:
-        verdict = f"not equivalent: {len(wrong)} of {len(rows)} arrays differ, first {wrong[0]}"
+        differ = f"differ{'s' * (len(wrong) == 1)}"
+        verdict = f"not equivalent: {len(wrong)} of {arrays} {differ}, first {wrong[0]}"
     return Report("equivalence", verdict, _COLUMNS, rows, notes, not wrong)
 
 
