@@ -1,6 +1,7 @@
 """Shows one bar with rate and time for what takes long."""
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
+def progress(total: int | None, unit: str, shown: bool | None = True) -> Iterator[Bar]:
     """A bar on standard error, of which the last figures stay when the block ends.
 
     Where standard error is no terminal, as in a pipe or a notebook, figures are lines, at most one
@@ -51,8 +52,8 @@ def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
 
     Args:
         total: How much there is to do; None if nobody knows.
-        unit: What is counted.
-        shown: Whether to show it.
+        unit: What is counted. ``"bytes"`` are shown as MB or GB, anything else as it is.
+        shown: Whether to show it; None shows it where rich is installed.
 
     Raises:
         MissingExtraError: rich is not installed, and the bar is to be shown.
@@ -60,6 +61,8 @@ def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
     >>> with progress(2, "steps") as bar:
     ...     bar.advance()
     """
+    if shown is None:
+        shown = importlib.util.find_spec("rich") is not None
     bars = _draw(unit) if shown and sys.stderr.isatty() else None
     bar = Bar(total, unit, shown, bars)
     try:
@@ -71,10 +74,11 @@ def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
 
 def _draw(unit: str) -> Any:
     rich = require("rich.progress", "train")
+    is_bytes = unit == "bytes"
     columns = [
-        unit,
+        "" if is_bytes else unit,
         rich.BarColumn(),
-        rich.MofNCompleteColumn(),
+        rich.DownloadColumn() if is_bytes else rich.MofNCompleteColumn(),
         rich.TimeRemainingColumn(),
         rich.TextColumn("{task.fields[figures]}", markup=False),
     ]

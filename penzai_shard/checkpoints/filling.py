@@ -145,13 +145,14 @@ class ChecksumStore:
     Args:
         store: The store.
         shapes: The shape of each array that is to be added up.
+        advance: Is called with the number of bytes of each part, by one thread at a time.
 
     Attributes:
         bytes_read: How many bytes of parts were read.
     """
 
-    def __init__(self, store: Store, shapes: Mapping[str, Shape]) -> None:
-        self._store, self._shapes = store, shapes
+    def __init__(self, store: Store, shapes: Mapping[str, Shape], advance: Any) -> None:
+        self._store, self._shapes, self._advance = store, shapes, advance
         self._lock, self.chunk, self.bytes_read = threading.Lock(), store.chunk, 0
         # Both sums, and the number of elements that are in them.
         self._rows = {name: [0, 0, 0] for name in shapes}
@@ -161,6 +162,7 @@ class ChecksumStore:
         piece = self._store.read(name, index, shape)
         with self._lock:
             self.bytes_read += piece.nbytes
+            self._advance(piece.nbytes)
         return piece
 
     def add(self, name: str, index: Index, shape: Shape | None = None) -> np.ndarray:
@@ -205,7 +207,7 @@ def read_checksum(store: Store, name: str, shape: Shape) -> str:
     Raises:
         CheckpointDamagedError: It cannot be read.
     """
-    return ChecksumStore(store, {name: shape}).add_whole(name)
+    return ChecksumStore(store, {name: shape}, lambda size: None).add_whole(name)
 
 
 # Filling

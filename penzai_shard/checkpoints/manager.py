@@ -101,15 +101,17 @@ class CheckpointManager:
 
     # What there is
 
-    def path_of(self, step: int) -> str:
+    def path_of(self, step: int | jax.Array) -> str:
         """The path of the checkpoint of a step, whether there is one or not.
 
         >>> CheckpointManager("/runs/may").path_of(100)
         '/runs/may/step_00000100'
         """
-        is_step = isinstance(step, int | np.integer) and step >= 0
+        # That of a state is an array of one integer.
+        number: Any = np.asarray(step)
+        is_step = not number.shape and np.issubdtype(number.dtype, np.integer) and number >= 0
         errors.check_arguments(_CALLED, {"step": (step, is_step, "int(state.step)")})
-        return os.path.join(self.path, f"step_{step:08d}")
+        return os.path.join(self.path, f"step_{int(step):08d}")
 
     def steps(self) -> list[int]:
         """The steps of which there are whole checkpoints now, in order."""
@@ -170,7 +172,7 @@ class CheckpointManager:
 
     def save(
         self,
-        step: int,
+        step: int | jax.Array,
         state: Any,
         metrics: Mapping[str, Any] | None = None,
         *,
@@ -180,7 +182,7 @@ class CheckpointManager:
         """Saves a state, and then removes the checkpoints that are not kept any more.
 
         Args:
-            step: Its step, not below that of any checkpoint in the folder.
+            step: Its step, ``state.step``, not below that of any checkpoint in the folder.
             state: As for ``save_train_state``. It may be donated, and arrays of NumPy in it be
                 written to, once this returns.
             metrics: Numbers by name, such as the loss of an evaluation; ``math.nan`` for that of
@@ -217,7 +219,7 @@ class CheckpointManager:
             self.wait()
         return path
 
-    def _check_save(self, step: int, metrics: Any, latest: int | None) -> None:
+    def _check_save(self, step: Any, metrics: Any, latest: int | None) -> None:
         problems = Problems("cannot save:")
         if latest is not None and step < latest:
             # Nobody would go on from it.

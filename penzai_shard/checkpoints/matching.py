@@ -45,11 +45,13 @@ class Options:
         names: The wanted path of a stored path or pattern, of which the first that fits decides;
             None leaves the array in the checkpoint.
         only: Patterns of the wanted paths that are asked for; None for all.
+        except_: Patterns of those that are not.
         others: ``"keep"`` if what is not asked for, or if all is, not stored, keeps its values.
         axes: The logical axes of stored arrays by pattern, of which the first that fits decides;
             other arrays without names get the wanted ones in the order that their lengths tell, and
             are refused if several fit. If it is None, arrays without names are compared by shape.
         verify: Whether numbers are compared with their checksums.
+        progress: Whether a bar is shown, as ``progress.progress`` takes it.
         more: Other options of the function, as ``check_arguments`` takes them.
 
     Raises:
@@ -61,21 +63,24 @@ class Options:
     rename_axes: Any = None
     names: Any = None
     only: Any = None
+    except_: Any = None
     others: Any = "error"
     axes: Any = None
     verify: Any = True
+    progress: bool | None = None
     more: dataclasses.InitVar[Mapping[str, tuple[Any, bool, str]] | None] = None
 
     def __post_init__(self, more: Mapping[str, tuple[Any, bool, str]] | None) -> None:
-        words, patterns = (
+        words, patterns, left = (
             tuple(x) if isinstance(x, list | tuple | set) else () if x is None else (x,)
-            for x in (self.allow, self.only)
+            for x in (self.allow, self.only, self.except_)
         )
         is_known, rules = {*map(str, words)} <= {*_WORDS}, "{'stored': 'wanted'}"
         is_map, is_word = isinstance(self.axes, Mapping | None), self.others in ("error", "keep")
         checks = {
             "allow": (self.allow, is_known, f"allow='cast', or several of {_WORDS}"),
             "only": (self.only, _are_texts(patterns), "only='**/weights'"),
+            "except_": (self.except_, _are_texts(left), "except_='**/weights'"),
             "rename_axes": (self.rename_axes, _are_rules(self.rename_axes), f"rename_axes={rules}"),
             "names": (self.names, _are_rules(self.names), f"names={rules}"),
             "axes": (self.axes, is_map, "axes={'stored': ('axis', None)}"),
@@ -83,25 +88,29 @@ class Options:
             "verify": (self.verify, isinstance(self.verify, bool), "verify=True or False"),
         }
         errors.check_arguments(self.called, checks | dict(more or {}))
-        self.allow, self.only = words, patterns or ("**",)
+        self.allow, self.only, self.except_ = words, patterns or ("**",), left
         self.rename_axes, self.names = self.rename_axes or {}, self.names or {}
 
     def asks_for(self, path: str) -> bool:
         """Whether an array is asked for."""
-        return any(matches(pattern, path) for pattern in self.only)
+        is_in = any(matches(pattern, path) for pattern in self.only)
+        return is_in and not any(matches(pattern, path) for pattern in self.except_)
 
     def choose(self, paths: Collection[str]) -> list[str]:
         """The arrays that are asked for.
 
         Raises:
-            SelectionError: A pattern fits none.
+            SelectionError: A pattern fits none, or they leave none.
         """
         problems = Problems("no array is chosen:")
-        for pattern in self.only:
+        for pattern in (*self.only, *self.except_):
             if not any(matches(pattern, path) for path in paths):
                 problems.add(pattern, "no path of the model fits it", _suggest(pattern, paths))
+        chosen = [path for path in paths if self.asks_for(path)]
+        if not chosen and not problems:
+            problems.add("", "no parameter is left", "Write other patterns, or none.")
         problems.raise_if_any(errors.SelectionError)
-        return [path for path in paths if self.asks_for(path)]
+        return chosen
 
 
 def _suggest(name: str, known: Iterable[Any]) -> str:
@@ -171,6 +180,17 @@ def match(
     matching.report_rest(missing, own if sources and not kept else ())
     matching.raise_problems(headline)
     return sources
+
+
+def name_arrays(records: Mapping[str, ArrayRecord], options: Options) -> dict[str, str]:
+    """The path of the model's array that gets each name by ``options.names``.
+
+    Raises:
+        CheckpointMismatchError: Names cannot be given so; with all that is wrong.
+    """
+    matching = _Matching(records, {}, options, "the model")
+    matching.raise_problems("the parameters cannot be named so:")
+    return {name: path for path, name in matching.names.items()}
 
 
 def _count_blocks(record: ArrayRecord) -> int:

@@ -38,6 +38,7 @@ def move(
     names: Mapping[str, str | None] | None = None,
     rename_axes: Mapping[str, str] | None = None,
     only: Any = None,
+    except_: Any = None,
     others: Literal["error", "keep"] = "error",
     allow: Any = (),
 ) -> Any:
@@ -55,6 +56,7 @@ def move(
             of train states ``restore_train_state``.
         rename_axes: For a logical axis of ``tree`` its name in ``into``.
         only: As for ``restore_params``.
+        except_: As for ``restore_params``.
         others: ``"keep"`` leaves their own values to arrays that are not asked for, or, where all
             are, that ``tree`` does not have.
         allow: As for ``restore_params``; ``"blocks"`` stacks blocks, or takes them apart.
@@ -87,7 +89,7 @@ def move(
     >>> moved["blocks/w"].data_array.sharding.spec
     P(None, 'data')
     """
-    options = Options(_CALLED, allow, rename_axes, names, only, others)
+    options = Options(_CALLED, allow, rename_axes, names, only, except_, others)
     given, _ = parameters.read_tree(_CALLED, tree)
     leaves, structure = parameters.read_tree(_CALLED, into)
     is_state, headline = parameters.is_train_state(given), "these values do not fit into the tree:"

@@ -145,18 +145,22 @@ def restore_structs(
 # On the disk
 
 
-def save_params(path: Any, model: Any, *, only: Any = None, overwrite: bool = False) -> str:
+def save_params(
+    path: Any, model: Any, *, only: Any = None, except_: Any = None, overwrite: bool = False
+) -> str:
     """Saves the parameters of a model.
 
     State variables, such as the running means of a batch norm, are not among them:
     ``save_train_state(path, model)`` saves every array of a tree.
 
     Args:
-        path: The directory to make; with several processes, one that all of them see.
+        path: The directory to make; with several processes, one that all of them see. With one,
+            also a url of an object store, ``gs://bucket/run`` or ``s3://bucket/run``, at which
+            nothing is yet.
         model: As for ``param_dict``, with values.
         only: A pattern of paths, or several: what one of them fits is saved, for instance the
-            adapters of a model, ``"**/LoRA_?/**"``. A part of ``param_dict(model)`` in place of the
-            model is any other choice.
+            adapters of a model, ``"**/LoRA_?/**"``.
+        except_: A pattern of paths, or several, that are not saved.
         overwrite: Whether to replace a checkpoint at the path. It holds a whole checkpoint, the old
             one or the new one, at every moment.
 
@@ -180,7 +184,7 @@ def save_params(path: Any, model: Any, *, only: Any = None, overwrite: bool = Fa
     (P('data',), 8.0)
     """
     called = "save_params"
-    options = Options(called, only=only)
+    options = Options(called, only=only, except_=except_)
     parameters = parameters_of(read_tree(called, model)[0])
     chosen = set(options.choose([leaf.path for leaf in parameters]))
     saved = [leaf for leaf in parameters if leaf.path in chosen]
@@ -198,6 +202,7 @@ def restore_params(
     rename_axes: Mapping[str, str] | None = None,
     names: Mapping[str, str | None] | None = None,
     only: Any = None,
+    except_: Any = None,
     others: Literal["error", "keep"] = "error",
     allow: Any = (),
     on_indivisible: OnIndivisible = "error",
@@ -211,7 +216,7 @@ def restore_params(
 
     Args:
         path: A checkpoint of ``save_params``, of ``save_train_state``, whose parameters are taken,
-            or of plain Orbax; a copy of one of ours in an object store, ``gs://bucket/run`` or
+            or of plain Orbax; one of ours in an object store, ``gs://bucket/run`` or
             ``s3://bucket/run``; or a safetensors file, an index of several, or their folder. Who
             cuts such a file while it is read ends the process: the system sends SIGBUS.
         model: As for ``param_dict``, also with structs for arrays. It is not changed.
@@ -222,9 +227,9 @@ def restore_params(
         rename_axes: For a logical axis of the checkpoint its name in the model.
         names: For a path of the checkpoint, or a pattern, the path in the model, with the
             wildcards of the pattern in their order: ``{"layers.*.w": "net/block_*/w"}``; None
-            leaves the array in the checkpoint: ``names={"head/**": None}, others="keep"`` restores
-            all but the head.
+            leaves the array in the checkpoint.
         only: A pattern of the model's paths, or several, that are restored.
+        except_: A pattern of the model's paths, or several, that are not.
         others: ``"keep"`` leaves their own values to parameters that are not asked for, or, where
             all are, not stored: the adapters of a model whose base is restored.
         allow: What may differ: ``"transpose"`` another order of axes, ``"cast"`` another dtype,
@@ -244,7 +249,7 @@ def restore_params(
             each difference.
         CheckpointDamagedError: The checkpoint is not as it was saved.
         PlanError, MeshError, RuleTypeError: As ``make_plan``; or an option cannot be read.
-        SelectionError: A pattern of ``only`` fits no parameter.
+        SelectionError: A pattern of ``only`` or ``except_`` fits no parameter.
 
     Warns:
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax, or as
@@ -261,7 +266,7 @@ def restore_params(
     {'b': 2, 'a': 8}
     """
     called, relaxed = "restore_params", {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
-    options = Options(called, allow, rename_axes, names, only, others, verify=verify)
+    options = Options(called, allow, rename_axes, names, only, except_, others, verify=verify)
     leaves, structure = read_tree(called, model)
     layout = read_layout(called, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
     return restore_tree(path, leaves, structure, layout, options)
@@ -326,7 +331,7 @@ def read_layout(
 
     Args:
         called: The function that was called, for messages.
-        tree: The arrays.
+        tree: The arrays, or their shardings.
         mesh: A mesh, or None.
         *rules: Rules, or None, under each of their two names.
         plan: A plan, or None.
@@ -336,7 +341,10 @@ def read_layout(
         PlanError, MeshError, RuleTypeError: As ``make_plan``.
     """
     if all(given is None for given in (mesh, plan, *rules)):
-        own = {leaf.path: getattr(leaf.value, "sharding", None) for leaf in flatten_bare(tree)[0]}
+        own = {
+            leaf.path: leaf.value if leaf.dtype is None else getattr(leaf.value, "sharding", None)
+            for leaf in flatten_bare(tree)[0]
+        }
         if any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in own.values()):
             what, fix = "arrays lie on a mesh without devices", "Give mesh=make_mesh({...})."
             raise errors.MeshError(f"{called}:", [Problem("", what, fix)])

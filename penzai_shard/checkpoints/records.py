@@ -144,7 +144,7 @@ def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or "://" in text:
         what = f"this {type(path).__name__} is no path of a file system: {text!r}"
-        fix = "Write for instance 'runs/may/params', and copy that folder to an object store."
+        fix = "Write for instance 'runs/may/params', or mount an object store as a file system."
         raise RuleTypeError("a checkpoint needs a path:", [Problem("", what, fix)])
     return pathlib.Path(os.path.abspath(os.path.expanduser(text)))
 

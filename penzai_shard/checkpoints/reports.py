@@ -22,6 +22,7 @@ from penzai_shard.checkpoints.saving import read_numbers
 from penzai_shard.checkpoints.storage import is_url, refuse_damage
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError
+from penzai_shard.progress import progress as draw_progress
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, Report
 
@@ -123,7 +124,7 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pzs.save_params(f"{folder}/a", {"w": jax.numpy.ones(8), "v": jax.numpy.ones(8)})
     ...     compare_checkpoints(path, {"w": jax.numpy.zeros(8), "v": jax.numpy.ones(8)})
-    1 of 2 arrays differ: 1 values
+    1 of 2 arrays differs: 1 values
     path  what    first       second
     w     values  float32[8]  float32[8]
     """
@@ -141,7 +142,8 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
             rows.append((name, what, *pair))
 
     said = ", ".join(f"{count:,} {what}" for what, count in Counter(x[1] for x in rows).items())
-    verdict = f"{len(rows):,} of {len(names):,} arrays differ: {said}"
+    differ = f"array{'s' * (len(names) != 1)} differ{'s' * (len(rows) == 1)}"
+    verdict = f"{len(rows):,} of {len(names):,} {differ}: {said}"
     if not rows:
         verdict = f"all {len(names):,} arrays are equal"
     if unknown := sum(None in (one[name].values, two[name].values) for name in both):
@@ -155,7 +157,7 @@ def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
         # What was saved may not be what is there now.
         manifest = read_manifest(side)
         stored = manifest.records
-        sums, damaged = _read_checksums(manifest)
+        sums, damaged = _read_checksums(manifest, False)
         refuse_damage(manifest.path, damaged)
         read = {n: dataclasses.replace(stored[n], values=x) for n, x in sums.items()}
         return {**stored, **read}, ()
@@ -189,11 +191,12 @@ def _find_differences(first: ArrayRecord | None, second: ArrayRecord | None) -> 
 # Whether it is as it was saved
 
 
-def verify_checkpoint(path: Any) -> Report:
+def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
     """Reads every number of a checkpoint once, and says which arrays are what was saved.
 
     Args:
         path: A checkpoint, or safetensors files.
+        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         A row for each array: ``"ok"``, ``"damaged"``, ``"unreadable"``, or ``"unchecked"`` if no
@@ -219,7 +222,7 @@ def verify_checkpoint(path: Any) -> Report:
         lost = [(p.path, "unreadable", None, p.what, False) for p in error.problems]
         return Report("Verification", error.args[0], _VERIFIED, lost, ok=False)
 
-    found, reasons = _read_checksums(manifest)
+    found, reasons = _read_checksums(manifest, progress)
     rows = []
     for name, record in sorted(manifest.records.items()):
         state = "unchecked" if record.values is None else "ok"
@@ -235,7 +238,7 @@ def verify_checkpoint(path: Any) -> Report:
     return Report("Verification", verdict, _VERIFIED, rows, ok=ok, facts=facts)
 
 
-def _read_checksums(manifest: Manifest) -> tuple[dict[str, str], dict[str, str]]:
+def _read_checksums(manifest: Manifest, progress: Any) -> tuple[dict[str, str], dict[str, str]]:
     """The checksums of arrays as they are now, and why the others cannot be read."""
     # Arrays without elements have an entry only.
     records = {name: record for name, record in manifest.records.items() if record.nbytes}
@@ -248,6 +251,9 @@ def _read_checksums(manifest: Manifest) -> tuple[dict[str, str], dict[str, str]]
         except CheckpointDamagedError as error:
             damaged[name] = error.problems[0].what
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        list(pool.map(read, records))
+    workers = min(_MOST_THREADS, os.cpu_count() or 1)
+    total = sum(record.nbytes for record in records.values())
+    with draw_progress(total, "bytes", progress) as bar, ThreadPoolExecutor(workers) as pool:
+        for record, _ in zip(records.values(), pool.map(read, records), strict=True):
+            bar.advance(record.nbytes)
     return found, damaged

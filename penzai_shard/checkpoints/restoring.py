@@ -14,6 +14,7 @@ from penzai_shard.checkpoints.records import ArrayRecord, Manifest, read_manifes
 from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.processes import agreement
+from penzai_shard.progress import progress
 from penzai_shard.reports.quantities import bytes_text
 
 
@@ -32,7 +33,8 @@ def read_arrays(
         wanted: What each array is read from, and the shape, dtype and sharding that it gets.
             Without a sharding it goes to the default device.
         options: Whether numbers are compared with the checksums that were saved. All numbers of a
-            stored array are read for that, also where only a part of them is wanted.
+            stored array are read for that, also where only a part of them is wanted. And whether
+            a bar is shown.
         free: A tree of arrays that are deleted once the checkpoint is found to fit.
 
     Raises:
@@ -63,9 +65,11 @@ def read_arrays(
         pairs = {name: _read_as_numbers(*x, record_of[name]) for name, x in wanted.items()}
         checked = [name for name in full if options.verify and records[name].values]
         shapes = {name: records[name].stored_shape for name in checked}
-        store = ChecksumStore(manifest.store, shapes)
-        arrays = fill_arrays(pairs, store)
-        found = store.compute_checksums()
+        total = sum(record.nbytes for record in records.values())
+        with progress(total, "bytes", options.progress) as bar:
+            store = ChecksumStore(manifest.store, shapes, bar.advance)
+            arrays = fill_arrays(pairs, store)
+            found = store.compute_checksums()
         what = "its numbers are not those that were saved"
         changed = {name: what for name in checked if found[name] != records[name].values}
         refuse_damage(manifest.path, changed)

@@ -6,6 +6,7 @@ same calls: each writes what its devices hold, and the first one puts the result
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from penzai_shard.arrays.kinds import device_dtype, is_key_type
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import records
 from penzai_shard.checkpoints.replacement import Replacement, refuse_save
-from penzai_shard.checkpoints.storage import begin_writing, shorten
+from penzai_shard.checkpoints.storage import begin_writing, is_url, shorten, upload
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.errors import ShardingError
 from penzai_shard.processes.agreement import on_first, refuse_differences, together
@@ -56,6 +57,11 @@ def begin_save(
             it.
         CheckpointWriteError: The path is taken, or nothing can be written there.
     """
+    if is_url(path):
+        # Not in the background: whoever saves there waits.
+        begin = functools.partial(begin_save, called, leaves=leaves, kind=kind, metadata=metadata)
+        upload(str(path), records.MARKER, lambda content: begin(path=content)())
+        return lambda: str(path)
     final = records.absolute_path(path)
     on_first("looking for what is at a path", lambda: refuse_existing(final, overwrite))
     with together("checking what is to be saved"):

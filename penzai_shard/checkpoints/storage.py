@@ -3,8 +3,10 @@
 Orbax is needed to write, as it joins the files of many processes. For reading it stands in the way:
 it needs all processes, reads whole trees, and names no array where a file is damaged. What it
 writes are arrays of zarr, each below a prefix in a key-value store, and TensorStore opens those,
-also in an object store, by url: ``gs://bucket/path``, ``s3://bucket/path``. None is written there,
-as an object store has no rename, by which a checkpoint could be put in its place in one step.
+also in an object store, by url: ``gs://bucket/path``, ``s3://bucket/path``, ``file:///path``.
+
+An object store has no rename, so that nothing in it can be replaced in one step. A checkpoint is
+written to a local disk, and its files are sent: the marker last, which says that it is whole.
 """
 
 import contextlib
@@ -12,13 +14,16 @@ import json
 import math
 import pathlib
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from penzai_shard import errors
+from penzai_shard.checkpoints.replacement import refuse_save
 
 PLAIN_METADATA = "_METADATA"
 # The directory of what Orbax saves under no other name, as this library does.
@@ -179,6 +184,9 @@ class OrbaxStore:
             raise
 
 
+# Object stores
+
+
 def is_url(path: Any) -> bool:
     """Whether a path is that of an object store.
 
@@ -194,16 +202,53 @@ def read_object(url: str, name: str) -> bytes:
     Raises:
         CheckpointNotFoundError: There is none, or the object store cannot be reached.
     """
+    with _open_objects(url, f"reading {name}", errors.CheckpointNotFoundError) as objects:
+        return bytes(objects[name])
+
+
+def upload(url: str, last: str, save: Callable[[pathlib.Path], object]) -> None:
+    """Saves a checkpoint at a url. If that fails, what was sent stays there without the last file.
+
+    Args:
+        url: A path at which nothing is yet.
+        last: The file that is sent last.
+        save: Saves it at a path of the file system.
+
+    Raises:
+        CheckpointWriteError: Something is there, or nothing can be written there.
+    """
+    with _open_objects(url, "writing", errors.CheckpointWriteError) as objects:
+        if objects.list().result() or jax.process_count() > 1:
+            what = "an object store takes checkpoints of one process, where nothing is yet"
+            refuse_save(url, what, "Save to a new path, or to a disk that all processes share.")
+        with tempfile.TemporaryDirectory(prefix="penzai_shard_") as folder:
+            content = pathlib.Path(folder) / "checkpoint"
+            save(content)
+
+            def send(file: pathlib.Path) -> None:
+                objects.write(file.relative_to(content).as_posix(), file.read_bytes()).result()
+
+            files = [path for path in content.rglob("*") if path.is_file() and path.name != last]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(send, files))
+            send(content / last)
+
+
+@contextlib.contextmanager
+def _open_objects(url: str, act: str, error: Callable[..., Exception]) -> Iterator[Any]:
+    """An object store; of whatever fails in it an error is made."""
     ts = errors.require("tensorstore", "checkpoint")
     # Without a limit it tries for many minutes where there is no such bucket or no permission.
     retries = {"max_retries": 8, "max_delay": "8s"}
     context = ts.Context({f"{x}_request_retries": retries for x in ("gcs", "s3", "http")})
     try:
-        return bytes(ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result()[name])
-    except Exception as error:  # TensorStore raises whatever its drivers raise.
-        what = f"reading {name} fails: {type(error).__name__} {shorten(error)}"
-        problem = errors.Problem(url, what, "Copy the folder of a checkpoint there.")
-        raise errors.CheckpointNotFoundError("there is no checkpoint:", [problem]) from error
+        yield ts.KvStore.open(f"{url.rstrip('/')}/", context=context).result()
+    except errors.ShardingError:
+        raise
+    except Exception as reason:  # TensorStore raises whatever its drivers raise.
+        what = f"{act} fails: {type(reason).__name__} {shorten(reason)}"
+        fix = "Write the url that saving returned, or give permission there."
+        raise error("the object store:", [errors.Problem(url, what, fix)]) from reason
 
 
 def find_plain_store(path: pathlib.Path) -> OrbaxStore | None:

@@ -10,6 +10,7 @@ from typing import Any
 from penzai_shard.checkpoints.matching import OPTIMIZER, Options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
+from penzai_shard.errors import check_arguments
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -62,6 +63,7 @@ def restore_train_state(
     rules: Any = None,
     *,
     plan: ShardingPlan | None = None,
+    shardings: Any = None,
     optimizer_rules: Any = None,
     axis_name_to_mesh_name: Any = None,
     rename_axes: Mapping[str, str] | None = None,
@@ -81,6 +83,8 @@ def restore_train_state(
         mesh: A mesh, or a plan of the state. Without it arrays go where those of the state are.
         rules: As for ``make_plan``.
         plan: A plan of the state, in place of mesh, rules and options.
+        shardings: In place of mesh and rules, a tree like the state with a sharding for each array,
+            as ``train_state_sharding`` gives it.
         optimizer_rules: Other rules for what the optimizer keeps, below ``opt_state``.
         axis_name_to_mesh_name: The rules under Penzai's name.
         rename_axes: As for ``restore_params``.
@@ -107,6 +111,13 @@ def restore_train_state(
     called = "restore_train_state"
     options = Options(called, allow, rename_axes, names, verify=verify)
     leaves, structure = read_tree(called, train_state)
+    if shardings is not None:
+        layout = read_layout(called, shardings, None)
+        given = mesh, rules, plan, optimizer_rules, axis_name_to_mesh_name
+        is_right = layout.keys() == set(structure.paths) and all(x is None for x in given)
+        fix = "shardings=train_state_sharding(state, mesh, rules), without these"
+        check_arguments(called, {"shardings": (shardings, is_right, fix)})
+        return restore_tree(path, leaves, structure, layout, options, is_state=True, free=free)
     relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     layout = read_layout(called, train_state, mesh, rules, axis_name_to_mesh_name, **relaxed)
     if optimizer_rules is not None:

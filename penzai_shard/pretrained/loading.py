@@ -50,6 +50,7 @@ def load_safetensors(
     on_indivisible: OnIndivisible = "error",
     on_unnamed: arguments.OnUnnamed = "error",
     verify: bool = True,
+    progress: bool | None = None,
 ) -> Any:
     """Loads weights as Hugging Face has them straight onto a mesh.
 
@@ -87,6 +88,7 @@ def load_safetensors(
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
         verify: Whether to compare numbers with the checksums that ``save_safetensors`` keeps.
+        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         The model, with mutable variables; of ``into`` one of the same kind, as ``restore_params``
@@ -126,7 +128,7 @@ def load_safetensors(
         useless = {**filling, "others": others != "error"}
     fix = f"it only {'with' if into is None else 'without'} into="
     checks |= {name: (value, not value, fix) for name, value in useless.items()}
-    options = Options(_CALLED, allow, **filling, verify=verify, more=checks)
+    options = Options(_CALLED, allow, **filling, verify=verify, progress=progress, more=checks)
 
     find: Any = match
     with together("looking for weights and their configuration"):

@@ -19,6 +19,7 @@ from penzai import pz
 from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.checkpoints.filling import Source
+from penzai_shard.checkpoints.matching import Options, name_arrays
 from penzai_shard.checkpoints.parameters import parameters_of, read_tree
 from penzai_shard.checkpoints.records import ArrayRecord, absolute_path, make_record, write_texts
 from penzai_shard.checkpoints.replacement import Replacement, refuse_save
@@ -27,6 +28,7 @@ from penzai_shard.checkpoints.tensor_files import DTYPES, FRACTIONS, INDEX, SUFF
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
 from penzai_shard.pretrained import families
 from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
+from penzai_shard.progress import progress as draw_progress
 
 _CALLED = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -56,32 +58,36 @@ def save_safetensors(
     model: Any,
     *,
     config: Any = None,
+    names: Mapping[str, str | None] | None = None,
     dtype: Any = None,
     max_file_bytes: int | None = None,
     overwrite: bool = False,
+    progress: bool | None = None,
 ) -> str:
     """Saves the parameters of a model as safetensors files.
 
     With ``config`` the folder is one that Hugging Face's libraries read. Without it the tensors are
-    the parameters under their paths, and the files say their logical axes:
-    ``load_safetensors(into=)`` and ``restore_params`` need no other options for them. A dictionary
-    has any names and parameters that one wants: ``{"w": param_dict(model)["up.weights"]}``.
+    the parameters, and the files say their logical axes: ``load_safetensors(into=)`` and
+    ``restore_params`` need no other options for them.
 
     Args:
         path: The folder to make.
         model: As for ``param_dict``, with values. The devices are those of one process.
         config: The configuration whose model it is, as for ``load_safetensors``; it is copied.
             Tokens that ``vocabulary=`` has added are cut off.
+        names: Without ``config``: for a path of the model, or a pattern, the name of the tensor,
+            with the wildcards of the pattern in their order; None leaves the parameter out.
         dtype: What numbers with a fraction become.
         max_file_bytes: How large the tensors of one file are together, if there are several.
         overwrite: Whether to replace a folder that holds nothing but such weights.
+        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         The absolute path.
 
     Raises:
         CheckpointMismatchError: The model is not that of the configuration; with a problem for each
-            difference.
+            difference. Or ``names`` cannot be given so.
         CheckpointWriteError: The path is taken, or cannot be written.
         ShardingError: Some parameters have no values.
         RuleTypeError: Options cannot be read, all of which are in it; there are several processes;
@@ -102,9 +108,10 @@ def save_safetensors(
     checks = {
         "dtype": (dtype, dtype in (None, *FRACTIONS), families.DTYPE_FIX),
         "max_file_bytes": (max_file_bytes, max_file_bytes is None or is_size, f"{5 * 10**9}"),
+        "config": (config, config is None or names is None, "it only without names="),
         "process_count": (count, count == 1, alone),
     }
-    errors.check_arguments(_CALLED, checks)
+    options = Options(_CALLED, names=names, more=checks)
     refuse_existing(final, overwrite, _has_weights_only)
     leaves = parameters_of(read_tree(_CALLED, model)[0])
     found, _ = run_inputs({leaf.path: leaf.value for leaf in leaves}, _CALLED)
@@ -114,21 +121,22 @@ def save_safetensors(
     replacement = Replacement(final)
     with plain_context(_CALLED):
         if config is None:
-            tensors: Records = records
+            paths = name_arrays(records, options)
+            tensors: Records = {name: records[path] for name, path in paths.items()}
             parts: dict[str, list[Part]] = {}
-            for path, record in records.items():
+            for name, record in tensors.items():
                 order = tuple(range(len(record.shape)))
-                parts[path] = [(path, Source((path,), record.shape, order), 0)]
+                parts[name] = [(paths[name], Source((name,), record.shape, order), 0)]
         else:
             config = read_config(config)
             parts, tensors = _find_tensors(config, model, records, arrays)
         tensors = _cast(tensors, dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
         make = functools.partial(_join_tensor, parts, tensors, arrays)
-        with undo_on_failure(replacement):
+        with draw_progress(total, "bytes", progress) as bar, undo_on_failure(replacement):
             replacement.begin()
             replacement.new.mkdir()
-            _write_files(replacement.new, tensors, make, max_file_bytes or total)
+            _write_files(replacement.new, tensors, make, max_file_bytes or total, bar)
             if config is not None:
                 said = {"torch_dtype", "dtype"} & config.given.keys() if dtype else ()
                 text = json.dumps({**config.given, **dict.fromkeys(said, dtype)}, indent=2)
@@ -222,7 +230,7 @@ def _cast(tensors: Records, dtype: str | None) -> Records:
         found[name] = dataclasses.replace(record, dtype=other)
         if record.dtype not in _CODES:
             what = f"safetensors files hold no {record.dtype}"
-            problems.add(name, what, "Give a dictionary of parameters without it.", "dtype")
+            problems.add(name, what, "Leave it out with names=.", "dtype")
     problems.raise_if_any(errors.RuleTypeError)
     return found
 
@@ -262,7 +270,7 @@ def _copy_part(array: Any, number: Any, stack: int | None, order: tuple[int, ...
 
 
 def _write_files(
-    folder: pathlib.Path, tensors: Records, make: Callable[[str], np.ndarray], most: int
+    folder: pathlib.Path, tensors: Records, make: Callable[[str], np.ndarray], most: int, bar: Any
 ) -> None:
     """Writes tensors to files of so many bytes each, and where there are several their index."""
     files: list[list[str]] = [[]]
@@ -284,6 +292,7 @@ def _write_files(
             stream.write(_make_header(names, tensors, texts))
             for name in names:
                 array = make(name)
+                bar.advance(array.nbytes)
                 records[name] = dataclasses.replace(records[name], values=_sum(array))
                 stream.write(array.reshape(-1).view(np.uint8).data)
     texts = write_texts(records)

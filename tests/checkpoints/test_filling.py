@@ -81,7 +81,7 @@ def test_source_read_casts_before_it_adds():
 
 
 def test_checksum_store_is_the_same_in_another_shape():
-    store = ChecksumStore(Memory(), {"a": A.shape})
+    store = ChecksumStore(Memory(), {"a": A.shape}, lambda size: None)
     source = Source(("a",), (3, 4, 6), (2, 0, 1), pad=1)
     for start in range(4):
         source.read(store.add, (slice(0, 6), slice(start, start + 1), slice(0, 4)))
@@ -103,7 +103,7 @@ def test_fill_arrays_unpacks_each_chunk_once_in_a_process(monkeypatch, chunk, or
     monkeypatch.setattr(filling, "PIECE_BYTES", PIECE)
     stored = np.arange(PIECE, dtype="float32").reshape(64, 8, 32)
     memory, whole = Memory({"w": stored}, chunk), stored.transpose(order)
-    store = ChecksumStore(memory, {})
+    store = ChecksumStore(memory, {}, lambda size: None)
     for number, layout in enumerate(LAYOUTS, 1):
         sharding = NamedSharding(MESH, jax.P(*layout))
         struct = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)

@@ -68,7 +68,8 @@ def test_save_keeps_the_newest_the_regular_and_the_best(tmp_path):
         for step, loss in enumerate([5.0, 3.0, math.nan, -math.inf, 4.0, 9.0, 8.0], 1):
             extra = {"batches": [step, None], "nan": loss}
             metrics = {"loss": jnp.float32(loss), "other": 1}
-            path = manager.save(step, make_state(step), metrics, extra=extra)
+            state = jax.tree.map(jnp.asarray, make_state(step))
+            path = manager.save(state["step"], state, metrics, extra=extra)
     assert path == manager.path_of(7) == str(tmp_path / "step_00000007")
     assert sorted(os.listdir(tmp_path)) == [f"step_0000000{step}" for step in (2, 4, 5, 7)]
     # Another manager sees the same, from what the checkpoints say.

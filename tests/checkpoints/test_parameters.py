@@ -143,7 +143,9 @@ def test_restore_params_of_a_train_state_and_of_a_whole_model(tmp_path, source):
 # Parts
 
 
-@pytest.mark.parametrize(("options", "count"), [({"only": FIRST}, 2), ({"only": "**"}, 4)])
+@pytest.mark.parametrize(
+    ("options", "count"), [({"only": FIRST}, 2), ({"except_": BIASES}, 2), ({"only": "**"}, 4)]
+)
 def test_save_params_and_restore_params_parts(tmp_path, options, count):
     ones = jax.tree.map(jnp.ones_like, pzs.param_dict(MLP))
     whole = pzs.save_params(tmp_path / "whole", ones)
@@ -152,12 +154,12 @@ def test_save_params_and_restore_params_parts(tmp_path, options, count):
     for path, chosen in ((whole, options), (part, {})):
         restored = pzs.restore_params(path, blank(MLP), others="keep", **chosen)
         assert sum(trees.numbers(x).all() for x in pzs.param_dict(restored).values()) == count
-    restored = pzs.restore_params(whole, blank(MLP), others="keep", names={BIASES: None})
-    assert sum(trees.numbers(x).all() for x in pzs.param_dict(restored).values()) == 2
+    moved = pzs.move(ones, blank(MLP), others="keep", **options)
+    assert sum(trees.numbers(x).all() for x in pzs.param_dict(moved).values()) == count
 
 
 def test_restore_params_part_that_is_not_stored(tmp_path, saved):
-    path = pzs.save_params(tmp_path / "part", MLP, only="**/*.weights")
+    path = pzs.save_params(tmp_path / "part", MLP, except_=BIASES)
     for where, like, options in (
         (path, MLP, {"only": FIRST}),
         (saved, {"other": jnp.ones(2)}, {"allow": "extra"}),
@@ -181,13 +183,15 @@ def test_restore_params_base_below_adapters(saved):
 def test_restore_params_refuses_options_that_fit_nothing(saved):
     problems = refused(pzs.CheckpointMismatchError, pzs.restore_params, saved, MLP, only=FIRST)
     assert "mlp/Affine_1/AddBias.bias" in problems
+    call = pzs.restore_params, saved, MLP
+    assert problem_paths(pzs.SelectionError, *call, except_="**/*") == [""]
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"others": "kept", "allow": "transposed", "only": 3, "rename_axes": {"features": 3}},
-        {"allow": 3, "only": ["a", None], "names": [("w", "x")], "verify": "no"},
+        {"allow": 3, "except_": ["a", None], "names": [("w", "x")], "verify": "no"},
     ],
 )
 def test_restore_params_names_all_options_that_cannot_be_read(saved, options):

@@ -1,5 +1,6 @@
 """What is saved comes back to the bit, on any layout and in any form, or is refused."""
 
+import contextlib
 import ctypes
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.checkpoints import filling, parameters
+from penzai_shard.checkpoints import filling, parameters, storage
 from tests.checkpoints.trees import assert_lies, blank, contents
 from tests.refusals import problem_paths, problems_of, refused
 
@@ -122,14 +123,18 @@ def test_save_params_64_bits_where_jax_has_32(tmp_path):
 def test_restore_params_by_url(tmp_path):
     """``file://`` stands for the object stores that TensorStore opens alike."""
     arrays, path = {"w": jnp.asarray(NUMBERS)}, tmp_path / "run" / "params"
-    pzs.save_params(path, arrays)
     url = f"file://{path}"
+    assert pzs.save_params(url, pzs.place(arrays, WIDE, {}, on_unnamed="replicate")) == url
+    for options in ({}, {"overwrite": True}):
+        call = pzs.save_train_state, url, arrays
+        assert problem_paths(pzs.CheckpointWriteError, *call, **options) == [url]
+    # What is there is what a disk would have.
+    assert contents(pzs.restore_params(path, blank(arrays))) == contents(arrays)
     restored = pzs.restore_params(url, blank(arrays), WIDE, {}, on_unnamed="replicate")
     assert contents(restored) == contents(arrays)
     assert pzs.verify_checkpoint(url + "/").ok
     assert pzs.compare_checkpoints(url, arrays).ok
-    for call in (pzs.save_params, url, arrays), (pzs.CheckpointManager, url):
-        refused(pzs.RuleTypeError, *call)
+    refused(pzs.RuleTypeError, pzs.CheckpointManager, url)
     for file in (path / "state").rglob("*ocdbt"):
         file.unlink()
     refused(pzs.CheckpointDamagedError, pzs.restore_params, url, arrays)
@@ -138,6 +143,40 @@ def test_restore_params_by_url(tmp_path):
     (path / "penzai_shard").unlink()
     for wrong in (url, "nothing://bucket/a"):
         refused(pzs.CheckpointNotFoundError, pzs.restore_params, wrong, arrays)
+    refused(pzs.CheckpointWriteError, pzs.save_params, "nothing://bucket/a", arrays)
+
+
+def test_save_params_by_url_that_fails_leaves_no_checkpoint(tmp_path, monkeypatch):
+    url, sent, write = f"file://{tmp_path}/run/params", [], ts.KvStore.write
+
+    class Full:
+        """An object store that has room for two files."""
+
+        def __init__(self, store):
+            self.list = store.list
+            self._store = store
+
+        def write(self, name, value):
+            sent.append(name)
+            if len(sent) == 3:
+                raise OSError("quota exceeded")
+            return write(self._store, name, value)
+
+    open_objects = storage._open_objects
+
+    @contextlib.contextmanager
+    def open_full(*args):
+        with open_objects(*args) as objects:
+            yield Full(objects)
+
+    monkeypatch.setattr(storage, "_open_objects", open_full)
+    with pytest.raises(pzs.CheckpointWriteError, match="quota"):
+        pzs.save_params(url, {"w": NUMBERS})
+    refused(pzs.CheckpointWriteError, pzs.save_params, url, {"w": NUMBERS})
+    pzs.save_params(url + "2", {"w": NUMBERS})
+    assert sent[-1] == "penzai_shard"
+    monkeypatch.undo()
+    refused(pzs.CheckpointNotFoundError, pzs.restore_params, url, {"w": NUMBERS})
 
 
 # Refusals

@@ -10,6 +10,7 @@ import penzai_shard as pzs
 from penzai_shard.arrays.structure import flatten, leaves_of
 from tests.checkpoints.trees import assert_lies, assert_lies_as, contents, refused_kinds, structs_of
 from tests.models import OPTIMIZERS, counted_mlp
+from tests.refusals import refused
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
 RULES, ZERO = {"embed": "data", "mlp": "model"}, {"mlp": ("data", "model")}
@@ -56,8 +57,7 @@ def test_restore_train_state_of_this_library(tmp_path):
     expected = contents(state) | {constant: contents(other)[constant]}
     assert contents(restored) == expected
     shardings = pzs.train_state_sharding(other, TALL, rules, **options)
-    other = jax.device_put(other, shardings)
-    assert_lies_as(pzs.restore_train_state(path, other), shardings)
+    assert_lies_as(pzs.restore_train_state(path, other, shardings=shardings), shardings)
 
 
 def test_restore_train_state_where_arrays_go(tmp_path):
@@ -70,6 +70,10 @@ def test_restore_train_state_where_arrays_go(tmp_path):
     restored = pzs.restore_train_state(path, state)
     assert_lies(restored, WIDE, RULES)
     assert contents(restored) == expected
+    other = pzs.make_plan(state, TALL, ZERO).sharding_tree()
+    more = {"mesh": TALL}, {"rules": RULES}, {"optimizer_rules": ZERO}
+    for options in ({"shardings": other["params"]}, *({"shardings": other, **x} for x in more)):
+        refused(pzs.RuleTypeError, pzs.restore_train_state, path, state, **options)
     restored = pzs.restore_train_state(path, state, WIDE, RULES, optimizer_rules=ZERO)
     assert restored["params"]["up/w"].data_array.sharding.spec == jax.P("data", "model")
     mu = restored["opt_state"][0].mu["up/w"]

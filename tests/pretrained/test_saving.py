@@ -1,6 +1,7 @@
 """Models go into safetensors files that others read, as a whole or not at all."""
 
 import json
+import sys
 import tracemalloc
 
 import jax
@@ -15,6 +16,7 @@ import penzai_shard as pzs
 from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.pretrained import model_of_config
 from tests.checkpoints.trees import blank, numbers, params
+from tests.fitting.test_fit import Terminal
 from tests.pretrained.models import CONFIGS, draw_tensors, write_model
 from tests.refusals import refused
 
@@ -28,6 +30,7 @@ OWN = {
     "flag": jnp.array([True, False]),
 }
 LLAMA, LINEAR = CONFIGS["llama"], {"rope_type": "linear", "factor": 2.0}
+NUMBERS = jnp.ones((1024, 1024))
 FILE = "model.safetensors"
 load, save = pzs.load_safetensors, pzs.save_safetensors
 
@@ -70,6 +73,28 @@ def test_files_are_as_large_as_asked_for(tmp_path):
     assert params(load(path, into=blank(model))) == params(model)
 
 
+def test_names_are_given_by_pattern(tmp_path):
+    model = {f"block_{i}": {"w": jnp.full(3, i), "b": jnp.zeros(2)} for i in range(2)}
+    names = {"block_*/w": "layers.*.weight", "block_*/b": None}
+    save(tmp_path / "saved", model, names=names)
+    stored = {name: x[0] for name, x in load_file(tmp_path / "saved" / FILE).items()}
+    assert stored == {"layers.0.weight": 0, "layers.1.weight": 1}
+    for wrong in ({"block_?/w": "w"}, {"block_*/c": "*"}, {"block_1/w": "block_0/w"}):
+        refused(pzs.CheckpointMismatchError, save, tmp_path / "no", model, names=wrong)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(("progress", "is_drawn"), [(None, True), (False, False)])
+def test_a_terminal_shows_bytes(tmp_path, monkeypatch, progress, is_drawn):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    path = save(tmp_path / "saved", {"w": NUMBERS}, progress=progress)
+    assert ("4.2/4.2 MB" in sys.stderr.getvalue()) == is_drawn
+    for call in (load, {"into": {"w": NUMBERS}}), (pzs.verify_checkpoint, {}):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        call[0](path, progress=progress, **call[1])
+        assert ("4.2/4.2 MB" in sys.stderr.getvalue()) == is_drawn
+
+
 def test_dtype_casts_numbers_with_a_fraction(tmp_path):
     path = save(tmp_path / "saved", OWN, dtype=jnp.bfloat16)
     stored = load_file(tmp_path / "saved" / FILE)
@@ -79,16 +104,15 @@ def test_dtype_casts_numbers_with_a_fraction(tmp_path):
     np.testing.assert_array_equal(numbers(loaded["up"]), numbers(OWN["up"]))
 
 
-def test_saving_holds_one_tensor_in_host_memory(tmp_path):
-    model = {f"w{i}": pz.nx.ones({"embedding": 1024, "neurons": 1024}) for i in range(6)}
+def test_saving_holds_few_tensors_in_host_memory(tmp_path):
+    model = {f"w{i}": pz.nx.ones({"embedding": 1024, "neurons": 1024}) for i in range(12)}
     model = pzs.place(model, MESH, {"neurons": "model", "embedding": "data"})
     tracemalloc.start()
     save(tmp_path / "saved", model)
-    kept, peak = (size / 2**20 for size in tracemalloc.get_traced_memory())
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # JAX lets go of the last one with its next operation.
-    assert kept < 1.5 * 4
-    assert peak < 4 * 4
+    # Of 12 tensors three are held at once; JAX lets go of some later.
+    assert peak < 6 * 4 * 2**20
 
 
 def test_several_processes_and_swapped_arguments_are_told_what_to_do(tmp_path, monkeypatch):
@@ -139,12 +163,13 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, stopped_
     [
         (
             OWN,
-            {"dtype": "int8", "max_file_bytes": "5GB"},
+            {"dtype": "int8", "max_file_bytes": "5GB", "names": {"up": 3}},
             pzs.RuleTypeError,
-            {"dtype": "dtype=", "max_file_bytes": "Write 5"},
+            {"dtype": "dtype=", "max_file_bytes": "Write 5", "names": "names="},
         ),
+        (OWN, {"config": LLAMA, "names": {"up": "w"}}, pzs.RuleTypeError, {"config": "without"}),
         (OWN, {"max_file_bytes": 0}, pzs.RuleTypeError, {"max_file_bytes": "Write 5"}),
-        ({"key": jax.random.key(0)}, {}, pzs.RuleTypeError, {"key": "without it"}),
+        ({"key": jax.random.key(0)}, {}, pzs.RuleTypeError, {"key": "names="}),
         ({"w": jax.ShapeDtypeStruct((3,), "int8")}, {}, pzs.ShardingError, {"w": "sharded_init"}),
     ],
 )
