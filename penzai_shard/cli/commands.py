@@ -143,7 +143,7 @@ def choose(
     """
     from penzai_shard.choosing.choose import choose_layout
     from penzai_shard.cli import inputs
-    from penzai_shard.pretrained.families import model_of_config
+    from penzai_shard.pretrained.models import model_of_config
     from penzai_shard.rules import AxisRules
     from penzai_shard.training.cross_entropy import cross_entropy
 

@@ -55,7 +55,7 @@ def read_model(text: str) -> Any:
     """
     if ":" not in text and not text.endswith(".py"):
         from penzai_shard.checkpoints.parameters import param_dict
-        from penzai_shard.pretrained.families import model_of_config
+        from penzai_shard.pretrained.models import model_of_config
 
         return param_dict(model_of_config(text))  # Without constants, which fill a plan.
     tree = read_shapes(text)

@@ -1,140 +1,176 @@
-"""Builds Penzai's model of a configuration, and says which tensor is which of its parameters.
+"""Says of each family of models what its configuration may say, its layers, and its tensors.
 
-A line of a table has the name of a tensor, and the parameter that it is with the dimensions of the
-tensor: logical axes; ``heads`` for those of ``heads``, ``head_groups`` and ``query_heads`` that the
-parameter has; ``a*b`` for several in one. Where queries, keys and values stand in one tensor,
-``qkv`` is their dimension, and their piece of the path. Tables are read in both directions: sizes
-are those of the model, so that what is stored is checked and never trusted.
+A line of a table of tensors has the name of a tensor, and the parameter that it is with the
+dimensions of the tensor: logical axes; ``heads`` for those of ``heads``, ``head_groups`` and
+``query_heads`` that the parameter has; ``a*b`` for several in one. Where queries, keys and values
+stand in one tensor, ``qkv`` is their dimension, and their piece of the path. ``{}`` is each block.
 """
 
 import dataclasses
 import functools
-import math
-import os
-import pathlib
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
-from penzai_shard.checkpoints.filling import Shape, Source
-from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
-from penzai_shard.checkpoints.tensor_files import is_tensors
-from penzai_shard.errors import Problems, check_arguments
-from penzai_shard.paths import matches
-from penzai_shard.pretrained.model_configs import ModelConfig, read_config
+if TYPE_CHECKING:
+    from penzai_shard.pretrained.model_configs import ModelConfig
 
-STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
-_QKV, _PARTS = "qkv", ("query", "key", "value")
-# The logical axes of what Hugging Face calls heads; a parameter has some of them, in this order.
-_HEADS = ("heads", "head_groups", "query_heads")
-_NORM, _HEAD = "/scale.weights", "lm_head.weights"
-# Of these Penzai has models.
-DTYPES = ("bfloat16", "float32")
-DTYPE_FIX = "dtype='bfloat16' or dtype='float32'"
-# Early versions of transformers stored these, and nothing is computed from them.
-_BUFFERS = ("**.rotary_emb.inv_freq", "**.attention.bias", "**.attention.masked_bias")
+COPY = "Copy it from the published config.json."
+BUILD = "Build the model yourself, and load it with into=."
 
 
-def model_of_config(
-    config: Any,
-    *,
-    dtype: Any = None,
-    use_layer_stack: bool = False,
-    upcast_activations: bool = False,
-    vocabulary: int | None = None,
-) -> Any:
-    """Penzai's model of a configuration, without values: to plan, to price, to restore into.
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
 
-    Args:
-        config: As for ``read_config``: attributes, a path, or a published name.
-        dtype: ``"bfloat16"`` or ``"float32"``; by default that of the weights if the path of their
-            folder is given, or else the one that the configuration says. Of other ones Penzai has
-            no models, and bfloat16 takes their place.
-        use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
-        upcast_activations: Whether it computes with float32, whatever its parameters are.
-        vocabulary: How many tokens it has, if these are more than the configuration says.
-
-    Returns:
-        The model that ``load_safetensors`` makes of the weights, frozen, with
-        ``jax.ShapeDtypeStruct`` in place of arrays.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError: As
-            ``read_config``; or weights in the folder are not whole.
-        RuleTypeError: An option cannot be read, blocks that differ shall be one stack, or there are
-            more tokens than are asked for.
-
-    >>> import penzai_shard as pzs
-    >>> mesh = pzs.make_mesh({"data": 16}, abstract=True)
-    >>> plan = pzs.make_plan(model_of_config("llama-3-8b"), mesh, {"embedding": "data"})
-    >>> {leaf.path: leaf.spec for leaf in plan.leaves}["transformer/embedder.embeddings"]
-    P(None, 'data')
+    Attributes:
+        model_type: What its configurations call it besides the architecture.
+        attributes: What each of their attributes may be.
+        build: Builds the model of a configuration with a random key, or with None in its place
+            without parameters; it takes more fields of Penzai's own configuration by name.
+        tensors: Of each tensor the parameter that it is.
+        plus: What the model adds to the weights of norms, which are stored without it.
+        can_stack: Whether blocks that do not differ may be one ``pz.nn.LayerStack``.
+        prefix: What stands before all names of tensors where the model is a part of another.
+        blocks: What ``{}`` is in these, for the number of a block.
     """
-    path, config = config, read_config(config)
-    family, known = FAMILIES[config.family], config["vocab_size"]
-    tokens = known if vocabulary is None else vocabulary
-    if dtype is None:
-        has_weights = isinstance(path, str | os.PathLike) and is_tensors(pathlib.Path(path))
-        found = find_dtype(config, read_manifest(path).records if has_weights else {})
-        dtype = found if found in DTYPES else "bfloat16"
-    dtype = name_dtype(dtype)
-    differ = len({*config.layers}) > 1 or family.build is _build_gemma_3
-    no_stack = f"use_layer_stack=False, as blocks of this {config.family} differ"
-    checks = {
-        "use_layer_stack": (use_layer_stack, not (use_layer_stack and differ), no_stack),
-        "vocabulary": (tokens, type(tokens) is int and tokens >= known, f"{known} or more"),
-        "dtype": (dtype, dtype in DTYPES, DTYPE_FIX),
-    }
-    check_arguments(f"cannot build {config.source}", checks)
 
-    build = functools.partial(
-        family.build,
-        parameter_dtype=jnp.dtype(dtype),
-        activation_dtype=jnp.dtype("float32" if upcast_activations else dtype),
-        use_layer_stack=use_layer_stack,
-    )
-    config = dataclasses.replace(config, values={**config.values, "vocab_size": tokens})
-    # The parameters of all blocks are as those of the first: one is traced 30 times as fast as 80.
-    traced = config.layers if use_layer_stack else config.layers[:1]
-    first = dataclasses.replace(config, layers=traced)
-
-    def trace(key: Any) -> Any:
-        _, parameters = pz.unbind_params(build(first, key), freeze=True)
-        # Penzai leaves some layers in float32: the last one, and the feed-forward ones of GPT-NeoX.
-        return [dataclasses.replace(x, value=x.value.astype(dtype)) for x in parameters]
-
-    parameters = [
-        dataclasses.replace(each, label=each.label.replace("/block_0/", f"/block_{i}/"))
-        for each in jax.eval_shape(trace, jax.random.key(0))
-        for i in range(len(config.layers) if "/block_0/" in each.label else 1)
-    ]
-    return pz.bind_variables(build(config, None), parameters)
+    model_type: str
+    attributes: Mapping[str, "Attribute"]
+    build: Callable[..., Any]
+    tensors: Mapping[str, str]
+    plus: float = 0.0
+    can_stack: bool = True
+    prefix: str = ""
+    blocks: str = "model.layers.{}"
 
 
-def name_dtype(dtype: Any) -> str | None:
-    """The name of a dtype, if one is given."""
-    return None if dtype is None else getattr(dtype, "__name__", str(dtype))
+# What attributes may be
 
 
-def find_dtype(config: ModelConfig, records: Mapping[str, ArrayRecord]) -> str:
-    """The dtypes of tensors of which a model is made, or else what its configuration says."""
-    said = str(config.given.get("dtype") or config.given.get("torch_dtype"))
-    return ", ".join(sorted({x.dtype for x in without_buffers(records).values()})) or said
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """What an attribute may be.
+
+    Attributes:
+        text: What it has to be, as messages have it.
+        fits: Whether a value is so.
+        default: What it means if it is absent, or null where null does not fit.
+        also: Its other names, also within ``rope_parameters``; if there are several, they agree.
+        fix: What to do with another value.
+    """
+
+    text: str
+    fits: Callable[[Any], bool]
+    default: Any = None
+    also: tuple[str, ...] = ()
+    fix: str = COPY
 
 
-def without_buffers(records: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
-    """Tensors without those from which nothing is computed."""
-    return {n: x for n, x in records.items() if not any(matches(buffer, n) for buffer in _BUFFERS)}
+def _number(
+    default: Any = None, *also: str, is_whole: bool = False, or_none: bool = False
+) -> Attribute:
+    """A number; without a default it has to be given, unless null is a value of it."""
+    kind, most = (int, 10**7) if is_whole else (int | float, 1e30)
+
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        return (is_number and 0 < value <= most) or (or_none and value is None)
+
+    text = f"a {'whole ' if is_whole else ''}number above 0, up to {most:,}"
+    return Attribute(text, fits, default, also)
 
 
-# Building, with a random key, or with None in its place for a model without parameters
+_size = functools.partial(_number, is_whole=True)
 
 
-def _build_llama(config: ModelConfig, key: Any, **fields: Any) -> Any:
+def _one_of(*accepted: Any, also: tuple[str, ...] = ()) -> Attribute:
+    """Of these values; the first is the default."""
+    text = " or ".join(map(repr, accepted))
+    return Attribute(text, lambda x: x in accepted, accepted[0], also, fix=BUILD)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ROPE = ("rope_parameters", f"rope_parameters/{FULL}", "rope_scaling")
+
+
+def _in_rope(*names: str) -> tuple[str, ...]:
+    return tuple(f"{table}/{name}" for table in _ROPE for name in names)
+
+
+_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_OFF = ("attention_bias", "mlp_bias", "rope_interleaved", "use_bidirectional_attention")
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout")
+BANDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ALL = {
+    **dict.fromkeys((*_NEEDED, "vocab_size"), _size()),
+    **dict.fromkeys(_OFF, _one_of(False)),
+    **dict.fromkeys((*_DROPOUTS, "hidden_dropout_prob"), _one_of(0.0)),
+    **dict.fromkeys(("use_parallel_residual", "is_llama_config"), _one_of(True)),
+    "tie_word_embeddings": _one_of(False, True),
+    "rope_theta": _number(1e4, *_in_rope("rope_theta")),
+    "rope_type": _one_of("default", also=_in_rope("rope_type", "type")),
+    "partial_rotary_factor": _one_of(1.0, also=_in_rope("partial_rotary_factor")),
+}
+_LLAMA = {
+    **_ALL,
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size(or_none=True)),
+    "rms_norm_eps": _number(1e-6),
+    "sliding_window": _one_of(None),
+    "hidden_act": _one_of("silu"),
+    "rope_type": _one_of("default", "linear", "llama3", also=_in_rope("rope_type", "type")),
+    "rope_factor": _number(1.0, *_in_rope("factor")),
+    **{name: _number(None, *_in_rope(name), or_none=True) for name in BANDS},
+}
+_MISTRAL = {**_LLAMA, "num_key_value_heads": _size(), "sliding_window": _size(4096, or_none=True)}
+_GEMMA = {
+    **_LLAMA,
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size()),
+    # The first files have "gelu" here, which is read as the approximation.
+    "hidden_act": _one_of("gelu_pytorch_tanh", "gelu"),
+    "hidden_activation": _one_of("gelu_pytorch_tanh"),
+    "tie_word_embeddings": _one_of(True),
+}
+_GEMMA_2 = {
+    **_GEMMA,
+    "sliding_window": _size(4096, "sliding_window_size", or_none=True),
+    "sliding_window_pattern": _one_of(2),
+    "layer_types": Attribute("a list", lambda value: isinstance(value, list | None)),
+    "query_pre_attn_scalar": _number(256),
+    "attn_logit_softcapping": _number(50.0, or_none=True),
+    "final_logit_softcapping": _number(30.0, or_none=True),
+}
+_GEMMA_3 = {
+    **_GEMMA_2,
+    # Models with images leave out of their text what is as transformers has it by default.
+    "num_attention_heads": _size(8),
+    "num_key_value_heads": _size(4),
+    "head_dim": _size(256),
+    "vocab_size": _size(262_208),
+    "sliding_window_pattern": _size(6, "_sliding_window_pattern"),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _number(or_none=True)),
+    "rope_theta": _number(1e6, *_in_rope("rope_theta")),
+    "rope_local_base_freq": _number(1e4, f"rope_parameters/{SLIDING}/rope_theta"),
+    "local_rope_type": _one_of("default", also=(f"rope_parameters/{SLIDING}/rope_type",)),
+}
+_NEOX = {
+    **_ALL,
+    "attention_bias": _one_of(True),
+    "layer_norm_eps": _number(1e-5),
+    "hidden_act": _one_of("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    "rope_theta": _number(1e4, "rotary_emb_base", *_in_rope("rope_theta")),
+    "partial_rotary_factor": _number(0.25, "rotary_pct", *_in_rope("partial_rotary_factor")),
+}
+
+
+# Layers
+
+
+def _build_llama(config: "ModelConfig", key: Any, **fields: Any) -> Any:
     query_heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kinds = tuple(
         llamalike_common.AttentionTypeSlidingWindowCausal(layer.window)
@@ -171,7 +207,7 @@ _build_gemma = functools.partial(
 )
 
 
-def _build_gemma_2(config: ModelConfig, key: Any, **fields: Any) -> Any:
+def _build_gemma_2(config: "ModelConfig", key: Any, **fields: Any) -> Any:
     return _build_gemma(
         config,
         key,
@@ -184,7 +220,7 @@ def _build_gemma_2(config: ModelConfig, key: Any, **fields: Any) -> Any:
     )
 
 
-def _build_gemma_3(config: ModelConfig, key: Any, **fields: Any) -> Any:
+def _build_gemma_3(config: "ModelConfig", key: Any, **fields: Any) -> Any:
     """Gemma 2 with norms of queries and keys before they are rotated."""
     axes, epsilon = {"projection": config["head_dim"]}, config["rms_norm_eps"]
 
@@ -197,7 +233,7 @@ def _build_gemma_3(config: ModelConfig, key: Any, **fields: Any) -> Any:
     return heads.apply_and_inline(add_norm)
 
 
-def _build_neox(config: ModelConfig, key: Any, **fields: Any) -> Any:
+def _build_neox(config: "ModelConfig", key: Any, **fields: Any) -> Any:
     own = gpt_neox.GPTNeoXTransformerConfig(
         num_attention_heads=config["num_attention_heads"],
         embedding_dim=config["hidden_size"],
@@ -255,170 +291,64 @@ class ApplyScaledRoPE(pz.nn.Layer):  # type: ignore[misc]
 
 # Tensors
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A family of models.
-
-    Attributes:
-        build: Builds the model of a configuration with a random key; it takes more fields of
-            Penzai's own configuration by name.
-        tensors: Of each tensor outside of the blocks, the parameter that it is.
-        of_block: The same of each tensor of a block, behind ``blocks``.
-        plus: What the model adds to the weights of norms, which are stored without it.
-        prefix: What stands before all names.
-        blocks: What stands before the tensors of a block, behind the prefix.
-    """
-
-    build: Callable[..., Any]
-    tensors: Mapping[str, str]
-    of_block: Mapping[str, str]
-    plus: float = 0.0
-    prefix: str = ""
-    blocks: str = "model.layers.{}."
-
-
 # Penzai's Gemma has one parameter for the tokens that go in and those that come out.
-_GEMMA = {
+_OF_GEMMA = {
     "model.embed_tokens.weight": "embedder.embeddings: vocabulary embedding",
     "model.norm.weight": "final_norm/scale.weights: embedding",
+    "{}.input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
+    "{}.post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+    "{}.mlp.gate_proj.weight": "mlp/gating_linear.weights: neurons embedding",
+    "{}.mlp.up_proj.weight": "mlp/value_linear.weights: neurons embedding",
+    "{}.mlp.down_proj.weight": "mlp/out_linear.weights: embedding neurons",
+    "{}.self_attn.q_proj.weight": "attention/query.weights: heads*projection embedding",
+    "{}.self_attn.k_proj.weight": "attention/key.weights: heads*projection embedding",
+    "{}.self_attn.v_proj.weight": "attention/value.weights: heads*projection embedding",
+    "{}.self_attn.o_proj.weight": "attention/output.weights: embedding heads*projection",
 }
-_LLAMA = {**_GEMMA, "lm_head.weight": "lm_head.weights: vocabulary embedding"}
-_BLOCK = {
-    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
-    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
-    "mlp.gate_proj.weight": "mlp/gating_linear.weights: neurons embedding",
-    "mlp.up_proj.weight": "mlp/value_linear.weights: neurons embedding",
-    "mlp.down_proj.weight": "mlp/out_linear.weights: embedding neurons",
-    "self_attn.q_proj.weight": "attention/query.weights: heads*projection embedding",
-    "self_attn.k_proj.weight": "attention/key.weights: heads*projection embedding",
-    "self_attn.v_proj.weight": "attention/value.weights: heads*projection embedding",
-    "self_attn.o_proj.weight": "attention/output.weights: embedding heads*projection",
+_OF_LLAMA = {**_OF_GEMMA, "lm_head.weight": "lm_head.weights: vocabulary embedding"}
+_OF_GEMMA_2 = {
+    **_OF_GEMMA,
+    "{}.post_attention_layernorm.weight": "post_attention_norm/scale.weights: embedding",
+    "{}.pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+    "{}.post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: embedding",
 }
-_GEMMA_2_BLOCK = {
-    **_BLOCK,
-    "post_attention_layernorm.weight": "post_attention_norm/scale.weights: embedding",
-    "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
-    "post_feedforward_layernorm.weight": "post_ffw_norm/scale.weights: embedding",
+_OF_GEMMA_3 = {
+    **_OF_GEMMA_2,
+    "{}.self_attn.q_norm.weight": "attention/query_norm/scale.weights: projection",
+    "{}.self_attn.k_norm.weight": "attention/key_norm/scale.weights: projection",
 }
-_GEMMA_3_BLOCK = {
-    **_GEMMA_2_BLOCK,
-    "self_attn.q_norm.weight": "attention/query_norm/scale.weights: projection",
-    "self_attn.k_norm.weight": "attention/key_norm/scale.weights: projection",
-}
-_NEOX = {
+_OF_NEOX = {
     "gpt_neox.embed_in.weight": "embedder.embeddings: vocabulary embedding",
     "gpt_neox.final_layer_norm.weight": "final_norm/scale.weights: embedding",
     "gpt_neox.final_layer_norm.bias": "final_norm/shift.bias: embedding",
     "embed_out.weight": "lm_head.weights: vocabulary embedding",
-}
-_NEOX_BLOCK = {
-    "input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
-    "input_layernorm.bias": "pre_attention_norm/shift.bias: embedding",
-    "post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
-    "post_attention_layernorm.bias": "pre_ffw_norm/shift.bias: embedding",
-    "mlp.dense_h_to_4h.weight": "mlp/in/Linear.weights: neurons embedding",
-    "mlp.dense_h_to_4h.bias": "mlp/in/AddBias.bias: neurons",
-    "mlp.dense_4h_to_h.weight": "mlp/out/Linear.weights: embedding neurons",
-    "mlp.dense_4h_to_h.bias": "mlp/out/AddBias.bias: embedding",
-    "attention.query_key_value.weight": (
+    "{}.input_layernorm.weight": "pre_attention_norm/scale.weights: embedding",
+    "{}.input_layernorm.bias": "pre_attention_norm/shift.bias: embedding",
+    "{}.post_attention_layernorm.weight": "pre_ffw_norm/scale.weights: embedding",
+    "{}.post_attention_layernorm.bias": "pre_ffw_norm/shift.bias: embedding",
+    "{}.mlp.dense_h_to_4h.weight": "mlp/in/Linear.weights: neurons embedding",
+    "{}.mlp.dense_h_to_4h.bias": "mlp/in/AddBias.bias: neurons",
+    "{}.mlp.dense_4h_to_h.weight": "mlp/out/Linear.weights: embedding neurons",
+    "{}.mlp.dense_4h_to_h.bias": "mlp/out/AddBias.bias: embedding",
+    "{}.attention.query_key_value.weight": (
         "attention/qkv/Linear.weights: heads*qkv*projection embedding"
     ),
-    "attention.query_key_value.bias": "attention/qkv/AddBias.bias: heads*qkv*projection",
-    "attention.dense.weight": "attention/output/Linear.weights: embedding heads*projection",
-    "attention.dense.bias": "attention/output/AddBias.bias: embedding",
+    "{}.attention.query_key_value.bias": "attention/qkv/AddBias.bias: heads*qkv*projection",
+    "{}.attention.dense.weight": "attention/output/Linear.weights: embedding heads*projection",
+    "{}.attention.dense.bias": "attention/output/AddBias.bias: embedding",
 }
 
-# The families that are known, as ``ModelConfig.family`` has them.
+# The families that are known, by the architecture in their configurations.
 FAMILIES: Mapping[str, Family] = {
-    "Llama": Family(_build_llama, _LLAMA, _BLOCK),
-    "Mistral": Family(_build_llama, _LLAMA, _BLOCK),
-    "Gemma": Family(_build_gemma, _GEMMA, _BLOCK, 1.0),
-    "Gemma 2": Family(_build_gemma_2, _GEMMA, _GEMMA_2_BLOCK, 1.0),
-    "Gemma 3": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, 1.0),
-    "Gemma 3 with images": Family(_build_gemma_3, _GEMMA, _GEMMA_3_BLOCK, 1.0, "language_model."),
-    "GPT-NeoX": Family(_build_neox, _NEOX, _NEOX_BLOCK, blocks="gpt_neox.layers.{}."),
+    "LlamaForCausalLM": Family("llama", _LLAMA, _build_llama, _OF_LLAMA),
+    "MistralForCausalLM": Family("mistral", _MISTRAL, _build_llama, _OF_LLAMA),
+    "GemmaForCausalLM": Family("gemma", _GEMMA, _build_gemma, _OF_GEMMA, 1.0),
+    "Gemma2ForCausalLM": Family("gemma2", _GEMMA_2, _build_gemma_2, _OF_GEMMA_2, 1.0),
+    "Gemma3ForCausalLM": Family("gemma3_text", _GEMMA_3, _build_gemma_3, _OF_GEMMA_3, 1.0, False),
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3", _GEMMA_3, _build_gemma_3, _OF_GEMMA_3, 1.0, False, prefix="language_model."
+    ),
+    "GPTNeoXForCausalLM": Family(
+        "gpt_neox", _NEOX, _build_neox, _OF_NEOX, blocks="gpt_neox.layers.{}"
+    ),
 }
-
-
-# Reading tables
-
-
-def read_tables(
-    config: ModelConfig, parameters: Mapping[str, ArrayRecord]
-) -> tuple[dict[str, Source], dict[str, Shape]]:
-    """What each parameter is made of, and the shape of each tensor.
-
-    Args:
-        config: The configuration of the model.
-        parameters: The parameters of its model, by path; blocks may be stacked.
-
-    Returns:
-        A source for each path, and a shape for each tensor, also for those that are not stored if
-        embeddings are tied.
-    """
-    family = FAMILIES[config.family]
-    rows = [(name, text, "") for name, text in family.tensors.items()]
-    for number in range(len(config.layers)):
-        start = family.blocks.format(number)
-        rows += [(start + name, text, f"block_{number}/") for name, text in family.of_block.items()]
-    sources: dict[str, Source] = {}
-    shapes: dict[str, Shape] = {}
-    for name, text, block in rows:
-        tensor = family.prefix + name
-        place, dims = text.split(": ")
-        for number, part in enumerate(_PARTS if _QKV in place else ("",)):
-            parameter = place.replace(_QKV, part)
-            path = f"transformer/{block}{parameter}"
-            if path not in parameters:
-                path = f"transformer/{STACK_AXIS}/{parameter}"
-            record, tokens = parameters[path], config["vocab_size"]
-            source, shapes[tensor] = _read_dims(dims, number, record, tokens)
-            plus = family.plus if parameter.endswith(_NORM) else 0.0
-            before = sources[path].stored if path in sources else ()
-            sources[path] = dataclasses.replace(source, stored=(*before, tensor), plus=plus)
-    return sources, shapes
-
-
-def _read_dims(dims: str, number: int, parameter: ArrayRecord, tokens: int) -> tuple[Source, Shape]:
-    """How a parameter lies in a tensor with these dimensions, and the tensor's shape.
-
-    Args:
-        dims: The dimensions as a table has them.
-        number: Which one of queries, keys and values it is, if these stand in one tensor.
-        parameter: The parameter.
-        tokens: How many tokens the stored vocabulary has.
-    """
-    axes: Any = parameter.names or ()
-    sizes: dict[Any, int] = dict(zip(axes, parameter.shape, strict=True))
-    stored = {**sizes, VOCABULARY: tokens, _QKV: len(_PARTS)}
-    heads = "*".join(axis for axis in _HEADS if axis in sizes)
-    tensor = [dim.split("*") for dim in dims.replace("heads", heads).split()]
-    split = [axis for dim in tensor for axis in dim if axis]
-    source = Source(
-        (),
-        tuple(stored[axis] for axis in split),
-        tuple(split.index(axis) for axis in axes if axis != STACK_AXIS),
-        stack=axes.index(STACK_AXIS) if STACK_AXIS in axes else None,
-        pick=(split.index(_QKV), number) if _QKV in split else None,
-        pad=sizes.get(VOCABULARY, tokens) - tokens,
-    )
-    return source, tuple(math.prod(stored[axis] for axis in dim if axis) for dim in tensor)
-
-
-def find_tied(config: ModelConfig) -> dict[str, str]:
-    """Of the head, which need not be stored if it is tied, the tensor in its place."""
-    family = FAMILIES[config.family]
-    names = {text.split(": ")[0]: family.prefix + name for name, text in family.tensors.items()}
-    is_tied = config["tie_word_embeddings"] and _HEAD in names
-    return {names[_HEAD]: names["embedder.embeddings"]} if is_tied else {}
-
-
-def check_tied(
-    config: ModelConfig, names: Container[str], sum_up: Callable[[str], str], problems: Problems
-) -> None:
-    """Adds each tensor that is there, and differs from the one in its place by its checksum."""
-    for name, other in find_tied(config).items():
-        if name in names and other in names and sum_up(name) != sum_up(other):
-            what = f"{config.source} ties it to {other}, and their numbers differ"
-            problems.add(name, what, "Write config= with tie_word_embeddings=False.", "tied")

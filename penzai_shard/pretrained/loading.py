@@ -21,7 +21,7 @@ from penzai_shard.errors import CheckpointMismatchError, Problems
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
-from penzai_shard.pretrained import families
+from penzai_shard.pretrained import models
 from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
 from penzai_shard.processes.agreement import together
 from penzai_shard.rules import OnIndivisible
@@ -120,8 +120,8 @@ def load_safetensors(
     flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
     building: dict[str, Any] = {**flags, "vocabulary": vocabulary}
     filling = {"rename_axes": rename_axes, "names": names, "others": others, "axes": axes or {}}
-    dtype, known = families.name_dtype(dtype), families.DTYPES if into is None else FRACTIONS
-    checks = {"dtype": (dtype, dtype in (None, *known), families.DTYPE_FIX)}
+    dtype, known = models.name_dtype(dtype), models.DTYPES if into is None else FRACTIONS
+    checks = {"dtype": (dtype, dtype in (None, *known), models.DTYPE_FIX)}
     # Some options are those of models that are built, others of models that are filled.
     useless = {"config": config, **building}
     if into is None:
@@ -137,8 +137,8 @@ def load_safetensors(
             content = pathlib.Path(manifest.path)
             beside = (content if content.is_dir() else content.parent) / CONFIG
             checked = read_config(beside if config is None else config)
-            dtype = dtype or families.find_dtype(checked, manifest.records)
-            into = families.model_of_config(checked, dtype=dtype, **building)
+            dtype = dtype or models.find_dtype(checked, manifest.records)
+            into = models.model_of_config(checked, dtype=dtype, **building)
             find = functools.partial(_match_tensors, checked, manifest.store)
 
     leaves, structure = read_tree(_CALLED, into)
@@ -168,8 +168,8 @@ def _match_tensors(
     Raises:
         CheckpointMismatchError: Tensors are missing, left over, of other shapes, or not tied.
     """
-    sources, shapes = families.read_tables(config, wanted)
-    tied = families.find_tied(config)
+    sources, shapes = models.read_tables(config, wanted)
+    tied = models.find_tied(config)
     names = {x: x if x in stored else tied.get(x, x) for x in shapes}
     problems = Problems(headline)
     for tensor, shape in shapes.items():
@@ -180,13 +180,11 @@ def _match_tensors(
         elif record.shape != shape:
             what = f"it is {record}, and {config.source} makes it {[*shape]}"
             problems.add(tensor, what, "Give config= the config.json of these weights.", "sizes")
-    left = families.without_buffers(stored).keys() - {*names, *names.values()}
+    left = models.without_buffers(stored).keys() - {*names, *names.values()}
     for tensor in sorted(left) if "extra" not in options.allow else ():
         what = f"no parameter of {config.family} is made of it"
         problems.add(tensor, what, f"Write allow={(*options.allow, 'extra')}.", "extra")
-    families.check_tied(
-        config, stored, lambda x: read_checksum(store, x, stored[x].shape), problems
-    )
+    models.check_tied(config, stored, lambda x: read_checksum(store, x, stored[x].shape), problems)
     problems.raise_if_any(CheckpointMismatchError)
     return {
         path: dataclasses.replace(source, stored=tuple(names[name] for name in source.stored))

@@ -7,21 +7,19 @@ before in ``rope_theta`` and ``rope_scaling``.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from penzai_shard import errors
 from penzai_shard.paths import nearest
+from penzai_shard.pretrained.families import BANDS, BUILD, COPY, FAMILIES, FULL, SLIDING, Attribute
 
 CONFIG = "config.json"
 
 _PUBLISHED = pathlib.Path(__file__).parent / "configurations"
-_OWN_MODEL = "Build the model yourself, and load it with into=."
-_COPY = "Copy it from the published config.json."
 
 # ``pretraining_tp`` is about sums in another order; default rotary positions have no greatest one.
 _CHANGE_NO_NUMBER = """
@@ -56,7 +54,7 @@ class ModelConfig:
     """A configuration whose attributes have been checked.
 
     Attributes:
-        family: The name of its family, ``"Llama"``.
+        family: Its architecture, by which ``FAMILIES`` has its family.
         values: Every attribute that the family knows; where it was absent, what that means.
         layers: One for each block.
         given: The attributes as they were written.
@@ -95,11 +93,12 @@ def read_config(config: Any) -> ModelConfig:
     source = "config" if isinstance(config, Mapping) else str(config)
     given: Any = config if isinstance(config, Mapping) else _read_json(source)
     family, own = _find_family(source, given), given
-    if family == "Gemma 3 with images":
+    # Of a model with images too, the text is a part.
+    if FAMILIES[family].prefix:
         source, own = f"{source}/text_config", given.get("text_config")
         _check_table(source, own)
     problems = errors.Problems(f"{source} is no {family} that Penzai's model computes:")
-    values = _check_attributes(_flatten_rope(own), _FAMILIES[family][2], problems)
+    values = _check_attributes(_flatten_rope(own), FAMILIES[family].attributes, problems)
     # What does not fit by itself is compared with nothing.
     layers = () if problems else _read_layers(values, problems)
     problems.raise_if_any(errors.CheckpointMismatchError)
@@ -136,66 +135,23 @@ def _read_json(source: str) -> Mapping[str, Any]:
 
 def _check_table(source: str, given: Any) -> None:
     if not isinstance(given, Mapping):
-        problem = errors.Problem(source, "it is no table of attributes", _COPY)
+        problem = errors.Problem(source, "it is no table of attributes", COPY)
         raise errors.CheckpointDamagedError("a configuration cannot be read:", [problem])
 
 
 def _find_family(source: str, given: Mapping[str, Any]) -> str:
     written = given.get("architectures"), given.get("model_type")
-    for family, (architecture, model_type, _) in _FAMILIES.items():
+    for architecture, family in FAMILIES.items():
         # One of the two may be missing.
-        is_it = written[0] in ([architecture], None) and written[1] in (model_type, None)
+        is_it = written[0] in ([architecture], None) and written[1] in (family.model_type, None)
         if is_it and written != (None, None):
-            return family
-    known = ", ".join(architecture for architecture, *_ in _FAMILIES.values())
-    what = f"they and model_type are {reprlib.repr(written)}, and there are {known}"
-    problem = errors.Problem("architectures", what, _OWN_MODEL)
+            return architecture
+    what = f"they and model_type are {reprlib.repr(written)}, and there are {', '.join(FAMILIES)}"
+    problem = errors.Problem("architectures", what, BUILD)
     raise errors.CheckpointMismatchError(f"{source} is of no family that is known:", [problem])
 
 
 # Checking each attribute
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attribute:
-    """What an attribute may be.
-
-    Attributes:
-        text: What it has to be, as messages have it.
-        fits: Whether a value is so.
-        default: What it means if it is absent, or null where null does not fit.
-        also: Its other names, also within ``rope_parameters``; if there are several, they agree.
-        fix: What to do with another value.
-    """
-
-    text: str
-    fits: Callable[[Any], bool]
-    default: Any = None
-    also: tuple[str, ...] = ()
-    fix: str = _COPY
-
-
-def _number(
-    default: Any = None, *also: str, is_whole: bool = False, or_none: bool = False
-) -> _Attribute:
-    """A number; without a default it has to be given, unless null is a value of it."""
-    kind, most = (int, 10**7) if is_whole else (int | float, 1e30)
-
-    def fits(value: Any) -> bool:
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        return (is_number and 0 < value <= most) or (or_none and value is None)
-
-    text = f"a {'whole ' if is_whole else ''}number above 0, up to {most:,}"
-    return _Attribute(text, fits, default, also)
-
-
-_size = functools.partial(_number, is_whole=True)
-
-
-def _one_of(*accepted: Any, also: tuple[str, ...] = ()) -> _Attribute:
-    """Of these values; the first is the default."""
-    text = " or ".join(map(repr, accepted))
-    return _Attribute(text, lambda x: x in accepted, accepted[0], also, fix=_OWN_MODEL)
 
 
 def _flatten_rope(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -208,7 +164,7 @@ def _flatten_rope(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _check_attributes(
-    given: Mapping[str, Any], table: Mapping[str, _Attribute], problems: errors.Problems
+    given: Mapping[str, Any], table: Mapping[str, Attribute], problems: errors.Problems
 ) -> dict[str, Any]:
     """The value of each attribute of a table; what is wrong is added to the problems."""
     values, known = {}, {*_CHANGE_NO_NUMBER.split()}
@@ -244,113 +200,28 @@ def _read_layers(values: dict[str, Any], problems: errors.Problems) -> tuple[Lay
     size = values.get("head_dim") or hidden / queries
     rotated = values["rotated"] = int(values["partial_rotary_factor"] * size)
     if queries % keys:
-        problems.add("num_key_value_heads", f"{keys} does not divide {queries} heads", _COPY)
+        problems.add("num_key_value_heads", f"{keys} does not divide {queries} heads", COPY)
     if size % 1 or rotated % 2 or not 0 < rotated <= size:
-        problems.add("head_dim", f"{rotated} of {size} numbers cannot be rotated in pairs", _COPY)
+        problems.add("head_dim", f"{rotated} of {size} numbers cannot be rotated in pairs", COPY)
     values["head_dim"] = int(size)
 
     kind, factor = values["rope_type"], values.get("rope_factor", 1.0)
-    bands = tuple(values[name] for name in _BANDS) if kind == "llama3" else None
+    bands = tuple(values[name] for name in BANDS) if kind == "llama3" else None
     if (kind == "default" and factor != 1.0) or (bands and (None in bands or bands[0] >= bands[1])):
-        what = f"it is {kind!r}, with a factor of {factor} and {_BANDS} of {bands}"
+        what = f"it is {kind!r}, with a factor of {factor} and {BANDS} of {bands}"
         problems.add("rope_type", what, "Copy rope_parameters from the published config.json.")
 
     # Layers are listed, or of every so many the last attends to all positions, or none does.
     count, window = values["num_hidden_layers"], values.get("sliding_window")
     pattern, kinds = values.get("sliding_window_pattern", count + 1), values.get("layer_types")
     if kinds is None:
-        kinds = [_SLIDING if number % pattern else _FULL for number in range(1, count + 1)]
-    if len(kinds) != count or not all(each in (_FULL, _SLIDING) for each in kinds):
-        what = f"it is {reprlib.repr(kinds)}, and has to name {_FULL} or {_SLIDING} {count} times"
-        problems.add("layer_types", what, _COPY)
-    if "layer_types" in values and _SLIDING in kinds and window is None:
-        problems.add("sliding_window", "it is null, and layers slide", _COPY)
+        kinds = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
+    if len(kinds) != count or not all(each in (FULL, SLIDING) for each in kinds):
+        what = f"it is {reprlib.repr(kinds)}, and has to name {FULL} or {SLIDING} {count} times"
+        problems.add("layer_types", what, COPY)
+    if "layer_types" in values and SLIDING in kinds and window is None:
+        problems.add("sliding_window", "it is null, and layers slide", COPY)
     full = Layer(None, float(values["rope_theta"]), factor, bands)
     local = values.get("rope_local_base_freq")
     sliding = Layer(window, float(local)) if local else dataclasses.replace(full, window=window)
-    return tuple(sliding if each == _SLIDING else full for each in kinds)
-
-
-# What attributes may be in each family
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE = ("rope_parameters", f"rope_parameters/{_FULL}", "rope_scaling")
-
-
-def _in_rope(*names: str) -> tuple[str, ...]:
-    return tuple(f"{table}/{name}" for table in _ROPE for name in names)
-
-
-_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-_OFF = ("attention_bias", "mlp_bias", "rope_interleaved", "use_bidirectional_attention")
-_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout")
-_BANDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ALL = {
-    **dict.fromkeys((*_NEEDED, "vocab_size"), _size()),
-    **dict.fromkeys(_OFF, _one_of(False)),
-    **dict.fromkeys((*_DROPOUTS, "hidden_dropout_prob"), _one_of(0.0)),
-    **dict.fromkeys(("use_parallel_residual", "is_llama_config"), _one_of(True)),
-    "tie_word_embeddings": _one_of(False, True),
-    "rope_theta": _number(1e4, *_in_rope("rope_theta")),
-    "rope_type": _one_of("default", also=_in_rope("rope_type", "type")),
-    "partial_rotary_factor": _one_of(1.0, also=_in_rope("partial_rotary_factor")),
-}
-_LLAMA = {
-    **_ALL,
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size(or_none=True)),
-    "rms_norm_eps": _number(1e-6),
-    "sliding_window": _one_of(None),
-    "hidden_act": _one_of("silu"),
-    "rope_type": _one_of("default", "linear", "llama3", also=_in_rope("rope_type", "type")),
-    "rope_factor": _number(1.0, *_in_rope("factor")),
-    **{name: _number(None, *_in_rope(name), or_none=True) for name in _BANDS},
-}
-_MISTRAL = {**_LLAMA, "num_key_value_heads": _size(), "sliding_window": _size(4096, or_none=True)}
-_GEMMA = {
-    **_LLAMA,
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _size()),
-    # The first files have "gelu" here, which is read as the approximation.
-    "hidden_act": _one_of("gelu_pytorch_tanh", "gelu"),
-    "hidden_activation": _one_of("gelu_pytorch_tanh"),
-    "tie_word_embeddings": _one_of(True),
-}
-_GEMMA_2 = {
-    **_GEMMA,
-    "sliding_window": _size(4096, "sliding_window_size", or_none=True),
-    "sliding_window_pattern": _one_of(2),
-    "layer_types": _Attribute("a list", lambda value: isinstance(value, list | None)),
-    "query_pre_attn_scalar": _number(256),
-    "attn_logit_softcapping": _number(50.0, or_none=True),
-    "final_logit_softcapping": _number(30.0, or_none=True),
-}
-_GEMMA_3 = {
-    **_GEMMA_2,
-    # Models with images leave out of their text what is as transformers has it by default.
-    "num_attention_heads": _size(8),
-    "num_key_value_heads": _size(4),
-    "head_dim": _size(256),
-    "vocab_size": _size(262_208),
-    "sliding_window_pattern": _size(6, "_sliding_window_pattern"),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _number(or_none=True)),
-    "rope_theta": _number(1e6, *_in_rope("rope_theta")),
-    "rope_local_base_freq": _number(1e4, f"rope_parameters/{_SLIDING}/rope_theta"),
-    "local_rope_type": _one_of("default", also=(f"rope_parameters/{_SLIDING}/rope_type",)),
-}
-_NEOX = {
-    **_ALL,
-    "attention_bias": _one_of(True),
-    "layer_norm_eps": _number(1e-5),
-    "hidden_act": _one_of("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-    "rope_theta": _number(1e4, "rotary_emb_base", *_in_rope("rope_theta")),
-    "partial_rotary_factor": _number(0.25, "rotary_pct", *_in_rope("partial_rotary_factor")),
-}
-# The architecture, the model type, and what each attribute may be.
-_FAMILIES: dict[str, tuple[str, str, Mapping[str, _Attribute]]] = {
-    "Llama": ("LlamaForCausalLM", "llama", _LLAMA),
-    "Mistral": ("MistralForCausalLM", "mistral", _MISTRAL),
-    "Gemma": ("GemmaForCausalLM", "gemma", _GEMMA),
-    "Gemma 2": ("Gemma2ForCausalLM", "gemma2", _GEMMA_2),
-    "Gemma 3": ("Gemma3ForCausalLM", "gemma3_text", _GEMMA_3),
-    "Gemma 3 with images": ("Gemma3ForConditionalGeneration", "gemma3", _GEMMA_3),
-    "GPT-NeoX": ("GPTNeoXForCausalLM", "gpt_neox", _NEOX),
-}
+    return tuple(sliding if each == SLIDING else full for each in kinds)

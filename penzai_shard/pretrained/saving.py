@@ -26,7 +26,8 @@ from penzai_shard.checkpoints.replacement import Replacement, refuse_save
 from penzai_shard.checkpoints.saving import refuse_existing, undo_on_failure
 from penzai_shard.checkpoints.tensor_files import DTYPES, FRACTIONS, INDEX, SUFFIX, is_tensors
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
-from penzai_shard.pretrained import families
+from penzai_shard.pretrained import models
+from penzai_shard.pretrained.families import ApplyScaledRoPE
 from penzai_shard.pretrained.model_configs import CONFIG, ModelConfig, read_config
 from penzai_shard.progress import progress as draw_progress
 
@@ -44,7 +45,7 @@ _NUMBERS = (
     (pz.nn.ApplyRoPE, "max_wavelength"),
     (pz.nn.ApplyRoPEToSubset, "max_wavelength"),
     (pz.nn.ApplyRoPEToSubset, "rope_subset_size"),
-    (families.ApplyScaledRoPE, "factor"),
+    (ApplyScaledRoPE, "factor"),
     (pz.nn.RMSStandardize, "epsilon"),
     (pz.nn.Standardize, "epsilon"),
     (pz.nn.ConstantRescale, "by"),
@@ -102,11 +103,11 @@ def save_safetensors(
     ...     path = save_safetensors(f"{folder}/weights", weights)
     ...     loaded = load_safetensors(path, into=weights)
     """
-    final, dtype, count = absolute_path(path), families.name_dtype(dtype), jax.process_count()
+    final, dtype, count = absolute_path(path), models.name_dtype(dtype), jax.process_count()
     is_size = type(max_file_bytes) is int and max_file_bytes > 0
     alone = "save_params(path, model); one process can restore that and save it so"
     checks = {
-        "dtype": (dtype, dtype in (None, *FRACTIONS), families.DTYPE_FIX),
+        "dtype": (dtype, dtype in (None, *FRACTIONS), models.DTYPE_FIX),
         "max_file_bytes": (max_file_bytes, max_file_bytes is None or is_size, f"{5 * 10**9}"),
         "config": (config, config is None or names is None, "it only without names="),
         "process_count": (count, count == 1, alone),
@@ -165,11 +166,11 @@ def _find_tensors(
     """The tensors that Hugging Face has of a model."""
     own = {path: _read_sizes(record) for path, record in records.items()}
     every = {axis: size for sizes in own.values() for axis, size in sizes.items()}
-    built = families.model_of_config(
+    built = models.model_of_config(
         config,
         dtype="float32",
-        use_layer_stack=families.STACK_AXIS in every,
-        vocabulary=max(config["vocab_size"], every.get(families.VOCABULARY, 0)),
+        use_layer_stack=models.STACK_AXIS in every,
+        vocabulary=max(config["vocab_size"], every.get(models.VOCABULARY, 0)),
     )
     leaves = parameters_of(read_tree(_CALLED, built)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
@@ -183,7 +184,7 @@ def _find_tensors(
         _check_numbers(model, built, problems)
     problems.raise_if_any(errors.CheckpointMismatchError)
 
-    sources, shapes = families.read_tables(config, records)
+    sources, shapes = models.read_tables(config, records)
     parts: dict[str, list[Part]] = {}
     for path, source in sources.items():
         for number, tensor in enumerate(source.stored):
@@ -192,11 +193,11 @@ def _find_tensors(
         name: ArrayRecord(shapes[name], records[path].dtype, None)
         for name, [(path, *_), *_] in parts.items()
     }
-    families.check_tied(
+    models.check_tied(
         config, tensors, lambda name: _sum(_join_tensor(parts, tensors, arrays, name)), problems
     )
     problems.raise_if_any(errors.CheckpointMismatchError)
-    for name in families.find_tied(config):
+    for name in models.find_tied(config):
         del tensors[name]
     return parts, tensors
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import penzai_shard as pzs
 from penzai_shard.pretrained import model_configs
-from penzai_shard.pretrained.families import FAMILIES, model_of_config
+from penzai_shard.pretrained.families import FAMILIES
 from penzai_shard.pretrained.model_configs import Layer, published_names, read_config
+from penzai_shard.pretrained.models import model_of_config
 from tests.pretrained.models import CONFIGS
 from tests.refusals import problem_paths, problems_of
 
@@ -166,7 +167,7 @@ def test_layers_that_are_not_listed_follow_a_pattern(listed, pattern, windows):
     ("architectures", "model_type"),
     [
         (["LlamaForSequenceClassification"], "llama"),
-        (["Qwen2ForCausalLM"], "qwen2"),
+        (["BertForMaskedLM"], "bert"),
         (["LlamaForCausalLM"], "mistral"),
         (["LlamaForCausalLM", "MistralForCausalLM"], None),
         (None, ["llama"]),

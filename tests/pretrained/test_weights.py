@@ -11,13 +11,19 @@ from penzai import pz
 from safetensors.numpy import load_file
 
 import penzai_shard as pzs
+from penzai_shard.pretrained.families import FAMILIES
+from penzai_shard.pretrained.model_configs import read_config
 from tests.checkpoints.trees import params
 from tests.pretrained.models import CONFIGS, REFERENCE, draw_tensors, write_model
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
-NOT_STACKED = ("gemma2", "gemma3", "gemma3_images", "llama_one_key_head", "llama_tied")
+READ = {name: read_config(config) for name, config in CONFIGS.items()}
 EVERY = [(name, False) for name in CONFIGS]
-EVERY += [(name, True) for name in CONFIGS if name not in NOT_STACKED]
+EVERY += [
+    (name, True)
+    for name, config in READ.items()
+    if FAMILIES[config.family].can_stack and len({*config.layers}) == 1
+]
 
 
 @pytest.fixture(scope="module", params=EVERY, ids=lambda p: "-".join(map(str, p)))
