@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import penzai_shard as pzs
+from penzai_shard.layouts import presets
 from penzai_shard.layouts.layout import Layout
 from tests.layouts import hand_written
 from tests.layouts.transformers import (
@@ -61,6 +62,10 @@ def test_preset_trains_as_one_device(name):
     trees = jax.tree.leaves(plan.sharding_tree()), jax.tree.leaves(found.state)
     for sharding, array in zip(*trees, strict=True):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def test_every_preset_is_tried():
+    assert {*presets.PRESETS} <= LAYOUTS.keys()
 
 
 # What they move, and how much they compute
