@@ -297,6 +297,11 @@ class AxisRules:
     def __repr__(self) -> str:
         return f"AxisRules({'; '.join(map(str, self.rules))})"
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import rendering_parts as parts
+
+        return parts.build_one_line_tree_node(parts.text(repr(self)), path)
+
     def __or__(self, other: Any) -> "AxisRules":
         theirs = _read_rules(other)
         right = [rule for rule in theirs if rule.logical_axis not in self.logical_axes]

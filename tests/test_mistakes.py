@@ -12,10 +12,12 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from penzai import pz
+from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models import simple_mlp
 
 import penzai_shard as pzs
 from penzai_shard import MeshError, PlanError, RuleTypeError, SelectionError, ShardingError
+from tests.models import MODELS
 
 CODE = re.compile(
     r"(?:Write(?: for instance| one of)?|Add|Set|Use the sizes|[A-Z][\w ,]*:) "
@@ -51,6 +53,7 @@ abstract_mesh = AbstractMesh((4, 2), ("data", "model"))
 model, plan = build_mlp(jax.random.key(0)), pzs.make_plan(tree, mesh, rules)
 first, second = {"embed": "data"}, {"mlp": "model"}
 module, x = linen.Dense(4), np.ones((8, 8), np.float32)
+first_api, definition, key = pz_v1, MODELS["uninitialized v1 mlp"](), jax.random.key(0)
 graphdef, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 sharding = NamedSharding(mesh, PartitionSpec())
 deleted = jax.numpy.arange(8)
@@ -163,6 +166,9 @@ MISTAKES = [
     # Initialising
     ("model_as_initializer", RuleTypeError, "",
      "sharded_init(model, mesh=mesh, rules={})", "place(model, mesh, {})"),
+    ("definition_of_penzais_first_api_as_initializer", RuleTypeError, "",
+     "sharded_init(definition, mesh=mesh, rules={})",
+     "(lambda pz, model: sharded_init(FIX, mesh=mesh, rules={}))(first_api, definition)"),
     ("model_as_function_of_abstract_model", RuleTypeError, "", "abstract_model(model)", "FIX"),
     ("initializer_without_key", ShardingError, "mlp/Affine_0/Linear.weights",
      "sharded_init(build_mlp, mesh=mesh, rules={})",

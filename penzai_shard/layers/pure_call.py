@@ -81,7 +81,7 @@ class PureCall:
                 problems.add(path, "the layer returns a mutable variable", "Return its value.")
         if len(before) != len(after):
             what = f"the layer has {len(before)} variables before the call and {len(after)} after"
-            problems.add("", what, "Make all variables together with the layer.")
+            problems.add("", what, "Make all variables with the layer, or call strip(model).")
         problems.raise_if_any(ShardingError)
         pairs = enumerate(zip(before, after, strict=True))
         return output, {i: new for i, (old, new) in pairs if not _is_same(old, new)}

@@ -10,6 +10,7 @@ from penzai_shard.reports.text import QUANTITIES, is_bad, row_details, table_cel
 from penzai_shard.reports.tree import Node, Tree
 
 _MOST_ROWS = 250
+_ARROW = '<span class="arrow">-&gt;</span>'  # Browsers break a line after a hyphen.
 
 
 def write_table(report: Report) -> str:
@@ -37,7 +38,8 @@ def _write_row(tag: str, columns: Sequence[Column], texts: Sequence[str], style:
     for column, text in zip(columns, texts, strict=True):
         side = "number" if column.kind in QUANTITIES else ""
         # Long paths break after a slash.
-        cells += f'<{tag} class="{side}">{html.escape(text).replace("/", "/<wbr>")}</{tag}>'
+        shown = html.escape(text).replace("/", "/<wbr>").replace("-&gt;", _ARROW)
+        cells += f'<{tag} class="{side}">{shown}</{tag}>'
     return f'<tr class="{style}">{cells}</tr>'
 
 

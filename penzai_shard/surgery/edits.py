@@ -374,6 +374,7 @@ def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
     if not isinstance(what, str):
         return f"the predicate is false for all {len(layers)} layers", "Correct it."
     places = {x for own in layers for x in (own.path, *(f"**/{n}" for n in names_of(own.before)))}
-    place = nearest("/".join(pattern_parts(what)), sorted(places))
+    holding = (place for place in sorted(places) if what.split("/")[-1] in place)
+    place = nearest("/".join(pattern_parts(what)), sorted(places)) or next(holding, None)
     fact = "positions in the tree are written as treescope shows them"
     return fact, f"Write for instance {place or layers[0].path!r}."

@@ -141,3 +141,6 @@ class StatefulTrainer:
     def model(self) -> Any:
         """The model with the current values, in new variables."""
         return self.state.model
+
+    def __repr__(self) -> str:
+        return f"StatefulTrainer({self._state}, {self._step})"

@@ -28,7 +28,7 @@ _RESERVED = ("model", "rng", "state")
 _METRICS = ("loss", "gradient_norm")
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class _Step:
     """A train step, or an evaluation.
 
@@ -94,6 +94,14 @@ class _Step:
             find_mesh([*leaves_of(state), *self._read_inputs(inputs)], self.called)
             raise
         return self._finish(state, results, program)
+
+    def __repr__(self) -> str:
+        return f"{self.called} of {getattr(self.call.loss_fn, '__name__', self.call.loss_fn)}"
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import rendering_parts as parts
+
+        return parts.build_one_line_tree_node(parts.text(repr(self)), path)
 
     def lowerable(self, *args: Any, wrap: Any = None, **inputs: Any) -> Lowerable:
         """The function that the step would call, with structs in place of arrays.

@@ -227,7 +227,8 @@ class TrainState:
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         import treescope
 
-        fields = _view(self.named_fields())
+        # Mapped one by one, since jax.tree.map sorts a dictionary, and the step comes first.
+        fields = {name: _view(value) for name, value in self.named_fields().items()}
         render = treescope.repr_lib.render_object_constructor
         return render(TrainState, fields, path=path, subtree_renderer=subtree_renderer)
 

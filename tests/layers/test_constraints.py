@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
@@ -76,6 +77,7 @@ def test_options_are_those_of_make_plan():
     options = {"on_indivisible": "replicate", "on_unnamed": "infer"}
     layer = pzs.ConstrainShardingByName(mesh=AUTO, axis_name_to_mesh_name=RULES, **options)
     assert layer == pzs.ConstrainShardingByName(AUTO, rules=RULES, **options)
+    assert "AxisRules('batch' -> 'data')" in treescope.render_to_text(layer)
     mask = jax.device_put(jnp.ones(8), NamedSharding(AUTO, P("model")))
     output = jax.tree.leaves(layer([mask, pz.nx.ones({"batch": 6}), X]))
     assert [x.sharding.spec for x in output] == [P("model"), P(), P("data")]

@@ -379,10 +379,11 @@ def test_edits_that_make_no_sense_or_do_not_fit_are_refused(name):
 
 
 def test_fixes_name_places_of_the_model_at_hand():
-    for pattern in ("**/xyz", "mlp/*/w"):
+    for pattern in ("**/xyz", "mlp/*/w", "wise"):
         problems = problems_of(pzs.SelectionError, apply, penzai_mlp(), pzs.wrap(pattern, JIT))
         place = problems[0].fix.split("'")[1]
         assert paths(penzai_mlp(), place)
+    assert place == "**/elementwise"
 
 
 def test_a_recipe_that_is_applied_twice_is_refused():

@@ -48,6 +48,7 @@ def test_what_goes_in_and_out_stays_usable():
     trainer.state = kept
     trainer.step(x=x)
     assert int(trainer.state.step) == 2
+    assert repr(trainer).startswith("StatefulTrainer(TrainState(step=2, ")
     for each in (kept.model, between, model):
         arrays = jax.tree.leaves(pz.freeze_variables(each))
         assert all(np.all(np.isfinite(array)) for array in arrays)
