@@ -188,8 +188,8 @@ class Recipe:
         return found if isinstance(found, Edit) else Recipe(*found)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        rows = [(repr(edit),) for edit in self]
-        shown = Report("Recipe", f"{len(self)} edits", (Column("edit"),), rows)
+        rows, plural = [(repr(edit),) for edit in self], "s" * (len(self) != 1)
+        shown = Report("Recipe", f"{len(self)} edit{plural}", (Column("edit"),), rows)
         return shown.__treescope_repr__(path, subtree_renderer)
 
     def __repr__(self) -> str:
