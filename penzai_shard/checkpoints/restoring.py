@@ -65,8 +65,8 @@ def read_arrays(
         pairs = {name: _read_as_numbers(*x, record_of[name]) for name, x in wanted.items()}
         checked = [name for name in full if options.verify and records[name].values]
         shapes = {name: records[name].stored_shape for name in checked}
-        total = sum(record.nbytes for record in records.values())
-        with progress(total, "bytes", options.progress) as bar:
+        shown = options.progress if jax.process_index() == 0 else False
+        with progress(sum(record.nbytes for record in records.values()), "bytes", shown) as bar:
             store = ChecksumStore(manifest.store, shapes, bar.advance)
             arrays = fill_arrays(pairs, store)
             found = store.compute_checksums()
