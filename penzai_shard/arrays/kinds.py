@@ -1,4 +1,7 @@
-"""Tells what stands at a leaf of a tree: an array, a struct, a tracer, a number, or none."""
+"""Tells what stands at a leaf of a tree: an array, a struct, a tracer, a number, or none.
+
+Which numbers count as arrays, and which are settings of a module, is said in ``structure``.
+"""
 
 from typing import Any
 

@@ -328,6 +328,7 @@ class _Walk:
         reader = reader_of(type(value))
         if reader is not None:
             return self._box(reader, value, path, context)
+        # Inside of modules numbers are settings, as for Equinox.
         if not context.in_module and is_module(type(value)):
             return self.tree(value, path, dataclasses.replace(context, in_module=True))
         if hasattr(value, "shape") and hasattr(value, "dtype") and not is_array(value):

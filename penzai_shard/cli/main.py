@@ -1,6 +1,7 @@
-"""The command: its subcommands, errors in a line or a few, and the exit status.
+"""Runs the command: errors are a line or a few, and have an exit status.
 
-The status is 0 if all is well, 1 for an answer that is no, 2 for a mistake in the call.
+The status is 0 if all is well, 1 for an answer that is no, which ``commands`` says of each
+subcommand, and 2 for a mistake in the call.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Does one step after the other, and everything that is due between them.
+"""Does one step after the other, and what is due between them, until the end or a signal to stop.
 
 A step is given to the devices before the results of the one before are read, so that they never
 wait for Python. Not more than one: programs with collectives that are dispatched at once can block

@@ -1,4 +1,4 @@
-"""Says what each logical axis of a traced call is for, and calls it that.
+"""Says what each logical axis of a traced call is for, and calls it that: heads, neurons, ...
 
 A role is a pattern of operations, such as "a product makes it of the embedding, and another
 contracts over it". Where a pattern is not whole the axis stays open: a name too few costs a line of
