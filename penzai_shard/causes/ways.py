@@ -105,14 +105,10 @@ class Ways:
     def __init__(self, program: Propagated) -> None:
         self.program = program
         self.values: Sequence[Value] = program.values
-        self.makers: dict[int, Operation] = {}
-        self.users: dict[int, list[Operation]] = {}
+        self.makers, self.users = program.makers, program.users
         # How a mesh axis first came to a value: the step of propagation, and from which value.
         self._arrivals: dict[tuple[int, str], tuple[int, int]] = {}
         for operation in program.operations:
-            self.makers |= dict.fromkeys(operation.results, operation)
-            for value in dict.fromkeys(operation.operands):
-                self.users.setdefault(value, []).append(operation)
             for step, mesh_axis, source, targets in operation.edges:
                 # Within a shard_map a value has not the mesh axes of the border, which come of it.
                 for target in targets if self.find_dimension(source, mesh_axis) is not None else ():

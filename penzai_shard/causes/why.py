@@ -16,7 +16,7 @@ from penzai_shard import specs
 from penzai_shard.causes.collectives import BecauseReport, explain_collectives
 from penzai_shard.causes.ways import Loss, Ways
 from penzai_shard.causes.words import StepWords, WhyCause, WhyLoss, fold_blocks
-from penzai_shard.errors import Problem, RuleTypeError, SelectionError
+from penzai_shard.errors import Problem, SelectionError, check_arguments
 from penzai_shard.inspection.compiling import CompiledStep, compile_lowered
 from penzai_shard.inspection.lowering import lower_step
 from penzai_shard.inspection.step_arrays import StepArray
@@ -161,8 +161,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     >>> [str(cause) for cause in report.of_kind("output")[0].causes]
     ['data from input argument (batch)', 'model from parameter model/up.weights (b)']
     """
-    if not isinstance(at, str | None):
-        raise RuleTypeError("why:", [Problem("", f"at is {at!r}", "Write at='**/mlp'.")])
+    check_arguments("why", {"at": (at, isinstance(at, str | None), "at='**/mlp'")})
     compiled = step if isinstance(step, CompiledStep) else None
     lowered = lower_step(step, args, kwargs, "why") if compiled is None else compiled.step
     words = StepWords(Ways(propagate_lowered(lowered.lowered)), lowered)

@@ -243,8 +243,7 @@ class StepWords:
     def _count_bytes(self, loss: Loss) -> int:
         value, sizes = self.ways.values[loss.operand], self.ways.program.mesh
         parts = math.prod(sizes[base(axis)] for axes in value.spec for axis in axes)
-        bits = re.search(r"\d+", value.dtype)
-        held = math.prod(value.shape) * max(int(bits[0]) // 8 if bits else 1, 1) / parts
+        held = math.prod(value.shape) * value.itemsize / parts
         return int(held * (sizes[base(loss.mesh_axis)] - 1) * (loss.operation.times or 1))
 
     def place(self, operation: Operation) -> str:

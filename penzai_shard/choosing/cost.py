@@ -292,7 +292,7 @@ class _Traffic:
             return all(self._is_sum(operand, axes) for operand in operands)
         return maker.kind == _REDUCE and maker.mesh_axes == axes
 
-    def _find_users(self, value: int) -> list[Operation]:
+    def _find_users(self, value: int) -> Sequence[Operation]:
         """What takes a value, through other forms of it that are not transposed in the end."""
         users = found = self._program.users[value]
         turns = 0

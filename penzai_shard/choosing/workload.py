@@ -16,7 +16,7 @@ from penzai import pz
 
 from penzai_shard.arrays.kinds import device_dtype, is_array
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
-from penzai_shard.errors import Problems, RuleTypeError, ShardingError
+from penzai_shard.errors import Problems, RuleTypeError, ShardingError, check_arguments
 from penzai_shard.layouts.axis_roles import axes_of_role
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.meshes import make_mesh
@@ -270,18 +270,15 @@ def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any
     options = {"microbatches": microbatches, "rematerialise": rematerialise, "keep": keep}
     kept = keep.values() if isinstance(keep, Mapping) else ()
     are_axes = all(isinstance(over, str | list | tuple | None) for over in kept)
-    is_read = {
-        "compiled=12": _are_counts([compiled]),
-        "microbatches=(1, 2)": _are_counts(microbatches),
-        "rematerialise=(None, 'dots')": isinstance(rematerialise, list | tuple) and rematerialise,
-        "keep={'neurons': 'model', 'seq': None}": isinstance(keep, Mapping | None) and are_axes,
+    are_policies = isinstance(rematerialise, list | tuple) and len(rematerialise) > 0
+    are_kept, example = isinstance(keep, Mapping | None) and are_axes, {"mlp": "model", "seq": None}
+    checks = {
+        "compiled": (compiled, _are_counts([compiled]), "compiled=12"),
+        "microbatches": (microbatches, _are_counts(microbatches), "microbatches=(1, 2)"),
+        "rematerialise": (rematerialise, are_policies, "rematerialise=(None, 'dots')"),
+        "keep": (keep, are_kept, f"keep={example}"),
     }
-    problems = Problems(_HEADLINE)
-    for example in (example for example, is_right in is_read.items() if not is_right):
-        name = example.partition("=")[0]
-        given = {"compiled": compiled, **options}[name]
-        problems.add(name, f"it is {given!r}", f"Write {example}.")
-    problems.raise_if_any(RuleTypeError)
+    check_arguments("choose_layout", checks)
     return options
 
 

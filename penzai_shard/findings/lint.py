@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.errors import check_arguments
 from penzai_shard.findings.flows import follow_flows
 from penzai_shard.findings.rules import find_near_names, find_problems, find_unused, find_waste
 from penzai_shard.findings.set_up import ERRORS, Finding, fold_findings, read_set_up
@@ -90,9 +90,8 @@ def lint(
     options = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
     request = arguments.read("lint", mesh, {}, **options)
     arguments.check_tree("lint", model_or_state)
-    if not isinstance(min_bytes, int) or min_bytes < 0:
-        problem = Problem("min_bytes", f"it is {min_bytes!r}", "Write min_bytes=2**20.")
-        raise RuleTypeError("lint:", [problem])
+    is_size = isinstance(min_bytes, int) and min_bytes >= 0
+    check_arguments("lint", {"min_bytes": (min_bytes, is_size, "min_bytes=2**20")})
 
     set_up = read_set_up(model_or_state, request, rules)
     flows = follow_flows(set_up, batch)

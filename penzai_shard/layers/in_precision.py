@@ -7,7 +7,6 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740).
 """
 
 import dataclasses
-import reprlib
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from penzai import pz
 
 from penzai_shard.arrays.kinds import is_array, is_struct
 from penzai_shard.arrays.structure import flatten, leaves_of, read_variables, variables_of
-from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.errors import check_arguments
 from penzai_shard.layers.pure_call import assign, find_pure_call, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import auto_context, on_auto_twin
@@ -74,19 +73,16 @@ class InPrecision(WrapperLayer):
     keep: Any = dataclasses.field(default=is_sensitive, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        problems = Problems("InPrecision:")
-        given = {"compute_dtype": self.compute_dtype, "output_dtype": self.output_dtype}
-        for name, dtype in given.items():
-            is_default = name == "output_dtype" and dtype is None
-            if not is_default and (dtype is None or dtype not in _DTYPES):
-                what = f"{name} is {reprlib.repr(dtype)}, and a floating dtype is needed"
-                problems.add("", what, f"Write {name}='bfloat16'.")
+        compute, output, fix = self.compute_dtype, self.output_dtype, "a dtype such as 'bfloat16'"
         kinds = self.keep if isinstance(self.keep, tuple) else (self.keep,)
         is_function = callable(self.keep) and not isinstance(self.keep, pz.nn.Layer)
-        if not is_function and not all(isinstance(kind, type) for kind in kinds):
-            what = "keep is no type of layers, no tuple of types, and no function"
-            problems.add("", what, "Write keep=() to keep no layer in float32.")
-        problems.raise_if_any(RuleTypeError)
+        is_place = is_function or all(isinstance(kind, type) for kind in kinds)
+        checks = {
+            "compute_dtype": (compute, compute is not None and compute in _DTYPES, fix),
+            "output_dtype": (output, output is None or output in _DTYPES, fix),
+            "keep": (self.keep, is_place, "types of layers or a function, or keep=() for none"),
+        }
+        check_arguments("InPrecision", checks)
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         compute: Any = jnp.dtype(self.compute_dtype)

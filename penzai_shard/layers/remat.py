@@ -52,16 +52,18 @@ def find_policy(policy: Policy | None) -> Callable[..., Any] | None:
     return POLICIES[policy] if isinstance(policy, str) else policy
 
 
-def check_policy(called: str, policy: Any, known: Collection[str] = tuple(POLICIES)) -> None:
-    """Refuses what is neither a function nor the name of a policy.
+def check_policy(
+    called: str, policy: Any, known: Collection[str] = tuple(POLICIES), name: str = "policy"
+) -> None:
+    """Refuses an argument of a name that is neither a function nor the name of a policy.
 
     Raises:
         RuleTypeError: It is neither.
     """
     if not callable(policy) and policy not in known:
-        fix = f"Write policy={nearest(policy, known) or 'dots'!r}."
+        fix = f"Write {name}={nearest(policy, known) or 'dots'!r}."
         what = f"there is no policy {policy!r}; there are {', '.join(map(repr, known))}"
-        raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+        raise RuleTypeError(f"{called}:", [Problem(name, what, fix)])
 
 
 @pz.pytree_dataclass

@@ -16,7 +16,7 @@ from penzai import pz
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.errors import LayerStackError, Problem, Problems, RuleTypeError
+from penzai_shard.errors import LayerStackError, Problem, Problems, RuleTypeError, check_arguments
 from penzai_shard.layers import remat
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.paths import nearest
@@ -69,12 +69,11 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
     policy: remat.Policy | bool = dataclasses.field(default=False, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        problems = Problems("RolledLayerStack:")
+        checks = {}
         for name in ("stack_axis_size", "unroll"):
             number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
-                problems.add("", f"{name} is {number!r}, no number of layers", f"Write {name}=1.")
-        problems.raise_if_any(RuleTypeError)
+            checks[name] = number, isinstance(number, int) and number > 0, f"{name}=1"
+        check_arguments("RolledLayerStack", checks)
         if self.policy is not False:
             remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
 

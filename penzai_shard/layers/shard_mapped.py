@@ -12,7 +12,7 @@ from typing import Any
 from penzai import pz
 
 from penzai_shard.arrays.structure import Structure
-from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.errors import check_arguments
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.layers.region import run_per_device
@@ -91,13 +91,11 @@ class ShardMapped(WrapperLayer):
         for key in ("parameter_rules", "activation_rules"):
             self.__dict__[key] = arguments.read("ShardMapped", self.mesh, getattr(self, key)).rules
         # A text in place of a tuple of names would be taken for its letters.
-        problems = Problems("ShardMapped:")
+        checks = {}
         for name, kind in _KINDS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind):
-                fix = f"Write a {kind.__name__}, such as {kind()}."
-                problems.add(name, f"{value!r} is no {kind.__name__}", fix)
-        problems.raise_if_any(RuleTypeError)
+            checks[name] = value, isinstance(value, kind), f"a {kind.__name__}, such as {kind()}"
+        check_arguments("ShardMapped", checks)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         # What is around has taken over the mesh axes, and the body gets a part already.

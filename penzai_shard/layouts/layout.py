@@ -16,14 +16,13 @@ from jax.sharding import AbstractMesh
 from penzai_shard import specs
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require, warn_caller
-from penzai_shard.layers.remat import POLICIES
+from penzai_shard.layers.remat import check_policy
 from penzai_shard.layouts import axis_roles
 from penzai_shard.layouts.activation_rules import compute_by_rules
 from penzai_shard.layouts.edits import RecipeMaker
 from penzai_shard.layouts.presets import TABLES, LayoutPresets, add_unknown
 from penzai_shard.layouts.toml_file import LayoutFiles
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
-from penzai_shard.paths import nearest
 from penzai_shard.placement.sharded_init import abstract_model, sharded_init
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -99,13 +98,11 @@ class Layout(LayoutPresets, LayoutFiles):
             rules = getattr(self, name)
             if rules is not None or name in TABLES[:2]:
                 object.__setattr__(self, name, AxisRules(rules))
+        if self.rematerialise is not None:
+            check_policy("Layout", self.rematerialise, name="rematerialise")
         problems = Problems("Layout:")
         names = self.names if isinstance(self.names, Mapping) else [self.names]
         add_unknown(problems, "names", names, axis_roles.ROLES)
-        if not callable(policy := self.rematerialise) and policy not in (None, *POLICIES):
-            what = f"there is no policy {policy!r}; there are {', '.join(map(repr, POLICIES))}"
-            fix = f"Write rematerialise={nearest(policy, POLICIES) or 'dots'!r}."
-            problems.add("rematerialise", what, fix)
         if self.precision not in (None, "bfloat16"):
             problems.add("precision", f"it is {self.precision!r}", "Write 'bfloat16', or None.")
         split = {role: axis_roles.mesh_axes_of(role, [self.compute]) for role in axis_roles.ROLES}

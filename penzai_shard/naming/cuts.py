@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from penzai_shard.naming.ties import Elements, Ties, makers_of, walk
+from penzai_shard.naming.ties import Elements, Ties
+from penzai_shard.programs import reach
 from penzai_shard.propagation.flat import Operation, Propagated
 
 CONCATENATE = "stablehlo.concatenate"
@@ -91,7 +92,6 @@ def _read_cut(program: Propagated, elements: Elements) -> Iterator[_Parted]:
 
 
 def _read_joined(program: Propagated, elements: Elements) -> Iterator[_Parted]:
-    makers = makers_of(program)
     for operation in program.operations:
         if operation.kind != CONCATENATE:
             continue
@@ -103,15 +103,13 @@ def _read_joined(program: Propagated, elements: Elements) -> Iterator[_Parted]:
         ends = [0, *itertools.accumulate(shape[dim] for shape in shapes[1:])]
         places = [(start, end, 1) for start, end in itertools.pairwise(ends)]
         parts = [elements[operand][dim] for operand in operation.operands]
-        sources = {elements[v][dim] for v in _find_sources(program, makers, operation, dim)}
+        sources = {elements[v][dim] for v in _find_sources(program, operation, dim)}
         source = sources.pop() if len(sources) == 1 else None
         whole = elements[operation.results[0]][dim]
         yield _Parted(whole, dict(zip(places, parts, strict=True)), source)
 
 
-def _find_sources(
-    program: Propagated, makers: Mapping[int, Operation], joined: Operation, dim: int
-) -> Iterator[int]:
+def _find_sources(program: Propagated, joined: Operation, dim: int) -> Iterator[int]:
     """The nearest values that are as long as what is put together, and that it comes from.
 
     By way of cuts along that dimension, and of operations on each element.
@@ -120,7 +118,7 @@ def _find_sources(
     length = shapes[joined.results[0]][dim]
 
     def sources(value: int) -> Iterator[int]:
-        shape, maker = shapes[value], makers.get(value)
+        shape, maker = shapes[value], program.makers.get(value)
         if shape[dim] == length or maker is None or maker.kind in _MOVING:
             return
         is_along = maker.cuts or maker.kind == CONCATENATE
@@ -130,7 +128,7 @@ def _find_sources(
             if shape == ((*other[:dim], shape[dim], *other[dim + 1 :]) if is_along else other):
                 yield operand
 
-    return (value for value in walk(joined.operands, sources) if shapes[value][dim] == length)
+    return (value for value in reach(joined.operands, sources) if shapes[value][dim] == length)
 
 
 # Tying

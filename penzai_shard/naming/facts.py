@@ -4,15 +4,15 @@ A value is *of weights* if it is computed from them and from no input. Most fact
 of a value of weights with data, and about what is between two of them.
 """
 
-import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from penzai_shard.naming.ties import AxisClass, Parts, length_of, makers_of, walk
+from penzai_shard.naming.ties import AxisClass, Parts, length_of
 from penzai_shard.naming.trace import Call, CalledArray
+from penzai_shard.programs import reach
 from penzai_shard.propagation.flat import FLOW, Operation
 
 Classes = frozenset[AxisClass]
@@ -120,11 +120,7 @@ class Facts:
             for parts, name in zip(each.parts, each.names, strict=False):
                 if name is not None and len(parts) == 1:
                     self.of_inputs.setdefault(parts[0], name)
-        self.makers = makers_of(self.program)
-        self.users: dict[int, list[Operation]] = collections.defaultdict(list)
-        for operation in self.program.operations:
-            for value in dict.fromkeys(operation.operands):
-                self.users[value].append(operation)
+        self.makers, self.users = self.program.makers, self.program.users
         self.from_inputs = self.reached(array.value for array in call.inputs)
         self.from_weights = self.reached(array.value for array in call.weights)
 
@@ -239,11 +235,11 @@ class Facts:
             last: The number of an operation: those behind it are not looked at.
         """
         start = [value for value in values if value is not None]
-        return set(walk(start, lambda each: self._made_of(each, lambda one: one.number <= last)))
+        return set(reach(start, lambda each: self._made_of(each, lambda one: one.number <= last)))
 
     def after(self, value: int, until: Container[str]) -> Iterator[Operation]:
         """The operations that a value comes to, the nearest first, those of some kinds last."""
-        for each in walk(
+        for each in reach(
             [value], lambda each: self._made_of(each, lambda one: one.kind not in until), _FAR
         ):
             yield from self.users.get(each, ())
@@ -268,7 +264,7 @@ class Facts:
             found = sources_of(maker)
             return found if maker.kind != FLOW or len(found) == 1 else ()
 
-        return walk([value], sources, _FAR)
+        return reach([value], sources, _FAR)
 
     def kinds_before(self, value: int) -> Set[str]:
         """The kinds of the operations that a value is computed by."""
@@ -305,7 +301,7 @@ class Facts:
             scaled = [one for one in maker.operands if one in self.from_inputs]
             return scaled if maker.kind in _SCALES and len(scaled) == 1 else ()
 
-        found = walk([value], sources)
+        found = reach([value], sources)
         return (self.makers[each] for each in found if each in self.makers and not sources(each))
 
 

@@ -14,11 +14,10 @@ Shapes say nothing here. Equal lengths are never a reason; only an operation is.
 # branches hand values on, and so tie; and what one loop takes or writes element by element, at an
 # index that it counts, is one logical axis of that loop, as layers are.
 
-import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penzai_shard.propagation.flat import FLOW, Operation, Propagated
@@ -251,7 +250,6 @@ class LoopIndex(NamedTuple):
 
 def indices_of_loops(program: Propagated) -> Iterator[LoopIndex]:
     """All that loops take and write element by element, as ``scan`` does with what it scans."""
-    makers = makers_of(program)
     for operation in program.operations:
         if operation.kind not in _INDEXED:
             continue
@@ -260,22 +258,17 @@ def indices_of_loops(program: Propagated) -> Iterator[LoopIndex]:
         whole, taken = (program.values[value].shape for value in (operation.operands[0], part))
         for dim, index in enumerate(operation.operands[start:]):
             if taken[dim] == 1 < whole[dim]:
-                counter = _find_counter(program, makers, index)
+                counter = _find_counter(program, index)
                 if counter is not None:
                     yield LoopIndex(operation, dim, counter)
 
 
-def makers_of(program: Propagated) -> dict[int, Operation]:
-    """The operation that makes each value; arguments have none."""
-    return {value: each for each in program.operations for value in each.results}
-
-
-def _find_counter(program: Propagated, makers: Mapping[int, Operation], index: int) -> int | None:
+def _find_counter(program: Propagated, index: int) -> int | None:
     """The one number that a loop counts from which an index is computed, and nothing else is."""
     waiting, seen, counters = [index], {index}, set()
     while waiting:
         value = waiting.pop()
-        maker = makers.get(value)
+        maker = program.makers.get(value)
         if maker is None or program.values[value].shape:
             return None
         # It comes from before the loop and from the last turn, so that it has two sources.
@@ -285,18 +278,3 @@ def _find_counter(program: Propagated, makers: Mapping[int, Operation], index: i
         waiting += {*maker.operands} - seen
         seen.update(maker.operands)
     return counters.pop() if len(counters) == 1 else None
-
-
-def walk(
-    start: Iterable[int], following: Callable[[int], Iterable[int]], most: float = math.inf
-) -> Iterator[int]:
-    """Some values and those that follow them, each once, the nearest first."""
-    seen = dict.fromkeys(start)
-    waiting = collections.deque(seen)
-    while waiting:
-        value = waiting.popleft()
-        yield value
-        for each in following(value) if len(seen) < most else ():
-            if each not in seen:
-                seen[each] = None
-                waiting.append(each)

@@ -19,7 +19,9 @@ An ``Edge`` says that at an operation a mesh axis went from one value, operand o
 Following the earliest edges back from a value leads to where its mesh axes come from.
 """
 
+import collections
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ import jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
+from penzai_shard.paths import join_paths
 from penzai_shard.propagation.passes import propagate
 from penzai_shard.propagation.xla_form import (
     ORDER,
@@ -78,6 +81,13 @@ class Value:
     spec: Spec
     is_open: tuple[bool, ...]
     origins: Mapping[str, str]
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element; 0 of what is no array."""
+        bits = re.search(r"\d+", self.dtype)
+        count = 2 if self.dtype.startswith("complex") else 1
+        return count * max(int(bits[0]) // 8, 1) if bits else 0
 
 
 class Rule(NamedTuple):
@@ -168,6 +178,20 @@ class Propagated:
     results: list[int]
     mesh: dict[str, int]
     laid_out: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def makers(self) -> Mapping[int, Operation]:
+        """By the number of a value the operation that makes it; arguments have none."""
+        return {value: each for each in self.operations for value in each.results}
+
+    @functools.cached_property
+    def users(self) -> Mapping[int, Sequence[Operation]]:
+        """By the number of a value the operations that take it, each as often as it does."""
+        found = collections.defaultdict[int, list[Operation]](list)
+        for each in self.operations:
+            for value in each.operands:
+                found[value].append(each)
+        return found
 
 
 def propagate_lowered(lowered: jax.stages.Lowered, *, notes: bool = True) -> Propagated:
@@ -329,7 +353,7 @@ class _Reader:
         into = self._read_pins(operation.attributes, "region", "in")
         out = self._read_pins(operation.attributes, "result of region", "out")
         self._hand_on(block.arguments, zip(self._read_operands(operation)), into)
-        inside = self._around._replace(name=_join(self._around.name, name_of(operation)))
+        inside = self._around._replace(name=join_paths(self._around.name, name_of(operation)))
         self._hand_on(operation.results, zip(self._read_block(block, inside)), out)
 
     def _read_pins(self, attributes: Mapping[str, Mlir], kind: str, side: str) -> list[Pin]:
@@ -437,7 +461,7 @@ class _Reader:
         if source is not None:
             # An edge at the entry of a shard_map has the name of this again.
             is_entry = kind == FLOW and isinstance(source.operands[0].owner, ir.Block)
-            name = _join(name, "" if is_entry else name_of(source))
+            name = join_paths(name, "" if is_entry else name_of(source))
             location = source.location
         fields |= {"times": self._around.times, "order": self._order}
         self.operations.append(Operation(len(self.operations), kind, name, location, **fields))
@@ -521,10 +545,6 @@ def read_ends(main: Mlir) -> list[list[dict[str, Mlir]]]:
 def _read_text(attributes: Mapping[str, Mlir], name: str) -> str:
     found = attributes.get(name)
     return "" if found is None else str(ir.StringAttr(found).value)
-
-
-def _join(*names: str) -> str:
-    return "/".join(filter(None, names))
 
 
 # Loops
