@@ -185,11 +185,19 @@ def paths_text(paths: Iterable[str], most: int) -> str:
     return ", ".join(folded)
 
 
+def write_runs(numbers: Sequence[int]) -> list[str]:
+    """Numbers in their order, those without a gap by their ends.
+
+    >>> write_runs([0, 1, 2, 8])
+    ['0-2', '8']
+    """
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in groups]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    runs = []
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        values = [value for _, value in run]
-        runs.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
+    runs = write_runs(numbers)
     return "{" + (",".join(runs) if len(runs) < 7 else f"{numbers[0]}..{numbers[-1]}") + "}"

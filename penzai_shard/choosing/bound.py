@@ -139,9 +139,8 @@ def _read_step(workload: Workload) -> _Step:
     flops, programs = prices.price(one).flops, [steps.place(one) for steps in prices.steps]
 
     mesh = make_mesh({"data": 2}, abstract=True)
-    with warnings.catch_warnings():
-        # Of models that pin their own activations nothing is gathered.
-        warnings.simplefilter("ignore", ShardingWarning)
+    # Of models that pin their own activations nothing is gathered.
+    with warnings.catch_warnings(action="ignore", category=ShardingWarning):
         layout = Layout.fully_sharded(min_size=0, **options)
         edited = layout.recipe(model, mesh).apply(model)
     gathering = [match.before for match in find_matches(edited, GatherParameters)]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from penzai_shard import errors
 from penzai_shard.choosing.bound import bound
 from penzai_shard.choosing.candidates import (
     Candidate,
@@ -29,16 +30,6 @@ from penzai_shard.choosing.cost import Prices, StepCost
 from penzai_shard.choosing.hardware import Devices, Hardware, read_devices
 from penzai_shard.choosing.search import CERTAIN, Price, search
 from penzai_shard.choosing.workload import Workload, read_options, read_workload
-from penzai_shard.errors import (
-    CompilationError,
-    MeshError,
-    NothingFitsError,
-    PlanError,
-    Problem,
-    RuleTypeError,
-    ShardingError,
-    ShardingWarning,
-)
 from penzai_shard.progress import progress as show_progress
 from penzai_shard.reports.quantities import bytes_text
 
@@ -154,16 +145,16 @@ def choose_layout(
         if not pricing.rank():
             raise
     left_out = pricing.tell_left_out()
-    mistakes = [Problem("", why) for why in left_out]
+    mistakes = [errors.Problem("", why) for why in left_out]
     if not pricing.tables:
-        raise PlanError(f"there is no sane layout for {question}:", mistakes)
+        raise errors.PlanError(f"there is no sane layout for {question}:", mistakes)
     ranked = pricing.rank()
     if not pricing.exact:
-        raise CompilationError(f"no layout for {question} can be compiled:", mistakes)
+        raise errors.CompilationError(f"no layout for {question} can be compiled:", mistakes)
     if not ranked:
         fits = f"none of {len(candidates):,} layouts for {question} fits"
         headline = f"{fits} into {bytes_text(pricing.limit)} on each device:"
-        raise NothingFitsError(headline, [pricing.find_nearest()])
+        raise errors.NothingFitsError(headline, [pricing.find_nearest()])
     return Choices(
         tuple(ranked),
         tuple(sorted((pricing.estimates | pricing.exact).values(), key=_rank)),
@@ -179,15 +170,15 @@ def choose_layout(
 
 def _read_all(*readers: Callable[[], Any]) -> list[Any]:
     """What each gives, or one error with what is wrong in all of them."""
-    found, errors = [], list[ShardingError]()
+    found, refusals = [], list[errors.ShardingError]()
     for read in readers:
         try:
             found.append(read())
-        except ShardingError as error:
-            errors.append(error)
-    if errors:
-        kind = type(errors[0]) if len(errors) == 1 else RuleTypeError
-        mistakes = itertools.chain(*(error.problems for error in errors))
+        except errors.ShardingError as error:
+            refusals.append(error)
+    if refusals:
+        kind = type(refusals[0]) if len(refusals) == 1 else errors.RuleTypeError
+        mistakes = itertools.chain(*(error.problems for error in refusals))
         raise kind("choose_layout cannot read what it was given:", mistakes)
     return found
 
@@ -283,7 +274,7 @@ class PricedCandidates:
         """Whether the step can be laid out by a table: what flows in it has other lengths, too."""
         try:
             self.estimate(table.ways[0])
-        except PlanError as error:
+        except errors.PlanError as error:
             self.left_out[error.problems[0].what] += 1
             self.tables.remove(table)
             return False
@@ -333,9 +324,9 @@ class PricedCandidates:
 
     def search(self, most: int, shown: bool) -> None:
         """Prices what may be best, and compiles what seems so."""
-        with show_progress(None, "layouts", shown) as self.bar, warnings.catch_warnings():
-            # A candidate that leaves much whole is nothing to warn of: it holds more.
-            warnings.simplefilter("ignore", ShardingWarning)
+        # A candidate that leaves much whole is nothing to warn of: it holds more.
+        quiet = warnings.catch_warnings(action="ignore", category=errors.ShardingWarning)
+        with show_progress(None, "layouts", shown) as self.bar, quiet:
             error = 1.0
             # Twice, for estimates of memory are mostly wrong by one factor.
             for _ in range(2):
@@ -396,7 +387,7 @@ class PricedCandidates:
         least = min(left, default=best.seconds)
         return max(best.seconds / least - 1, 0.0) if least else math.inf
 
-    def find_nearest(self) -> Problem:
+    def find_nearest(self) -> errors.Problem:
         """The leanest compiled layout, where nothing fits, and what would help."""
         near = min(self.exact.values(), key=lambda each: (each.memory_bytes, _rank(each)))
         lacks, hardware = near.memory_bytes - self.limit, self.devices.hardware
@@ -407,7 +398,7 @@ class PricedCandidates:
         kind, count = hardware.name.partition(":")[0], hardware.device_count
         count *= 2 ** math.ceil(math.log2(near.memory_bytes / self.limit))
         devices = "more devices"
-        with contextlib.suppress(MeshError):
+        with contextlib.suppress(errors.MeshError):
             devices = f"devices={Hardware.read(f'{kind}:{count}').name!r}"
         fix = f"Write {devices}, a smaller batch, or an optimizer that keeps less."
-        return Problem("devices", what, fix)
+        return errors.Problem("devices", what, fix)

@@ -17,16 +17,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from penzai_shard import errors
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.choosing.candidates import Candidate, find_roles, make_small
 from penzai_shard.choosing.workload import Workload
-from penzai_shard.errors import (
-    PlanError,
-    Problem,
-    PropagationError,
-    ShardingError,
-    ShardingWarning,
-)
 from penzai_shard.jax_internals.compiler import kept_arguments
 from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.layouts.layout import Layout
@@ -53,7 +47,7 @@ class _Tables(NamedTuple):
         """The mesh axes of each dimension of an array."""
         decision = decide(self.rules[table].rules, names, shape, self.mesh_sizes)
         if decision.problems:
-            raise PlanError("this layout cannot be priced:", decision.problems)
+            raise errors.PlanError("this layout cannot be priced:", decision.problems)
         return decision.mesh_axes
 
 
@@ -195,9 +189,8 @@ class MarkedSteps:
             marks=FoundRoles(marks, tables.split, ()),
         )
         candidate = Candidate(tuple(axes.items()), marked, structure.microbatches)
-        with warnings.catch_warnings():
-            # Warnings are for a layout that is built.
-            warnings.simplefilter("ignore", ShardingWarning)
+        # Warnings are for a layout that is built.
+        with warnings.catch_warnings(action="ignore", category=errors.ShardingWarning):
             step, state, inputs = self._workload.build(candidate, model=self._model)
             lowerable = step.lowerable(state, **inputs)
         with refuse_meshes():
@@ -232,12 +225,14 @@ def refuse_meshes() -> Iterator[None]:
     """Says what to do if a step cannot be lowered, as its loss function has a mesh of its own."""
     try:
         yield
-    except ShardingError:
+    except errors.ShardingError:
         raise
     except ValueError as error:
         headline = "the step cannot be lowered for a mesh without devices:"
         fix = "Leave meshes out of the loss function: what it pins, a layout says by names."
-        raise PropagationError(headline, [Problem("loss_fn", f"{error}", fix)]) from error
+        raise errors.PropagationError(
+            headline, [errors.Problem("loss_fn", f"{error}", fix)]
+        ) from error
 
 
 class DeviceProgram:

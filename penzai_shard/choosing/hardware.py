@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -132,7 +133,8 @@ class Hardware:
         if slices and slices.has_parts:
             return self._split_grid(mesh_sizes, slices.ring)
         if slices:
-            return topologies.mesh_bandwidths(self.topology, mesh_sizes)
+            links = _count_links(self.topology, mesh_sizes)
+            return {axis: links[axis] * self.link for axis in mesh_sizes}
         inside, rates = self.device_count // self.hosts, dict.fromkeys(mesh_sizes, self.link)
         for axis, size in reversed([*mesh_sizes.items()]):
             own = math.gcd(inside, size)
@@ -160,6 +162,34 @@ class Hardware:
                     free[dim] //= part
                     rest //= part
         return rates
+
+
+def _count_links(topology: topologies.Topology, mesh_sizes: Mapping[str, int]) -> dict[str, int]:
+    """How many links a TPU has along each mesh axis.
+
+    A mesh axis with whole axes of a slice's grid of chips has their links, both directions where
+    they are rings; where one has none, each may have all links of a chip.
+    """
+    slices = topologies.SLICES[topology.kind]
+    ring, is_torus = slices.ring, topology.shape in slices.cubes()
+    free, links = [n for n in topology.shape if n > 1], {}
+    # From the last mesh axis on, and rather over several axes of the grid, as JAX lays a mesh.
+    for axis, size in reversed([*mesh_sizes.items()]):
+        chosen = next(
+            (
+                own
+                for count in range(len(free), -1, -1)
+                for own in itertools.combinations(free, count)
+                if math.prod(own) == size
+            ),
+            None,
+        )
+        if chosen is None:
+            return dict.fromkeys(mesh_sizes, 2 * len(topology.shape))
+        links[axis] = sum(1 + (is_torus or n == ring) for n in chosen)
+        for own in chosen:
+            free.remove(own)
+    return links
 
 
 # What choose_layout is given
@@ -297,6 +327,31 @@ def share_out(
     return dict(found)
 
 
+def least_time(sent: Mapping[tuple[str, ...], float], rates: Mapping[str, float]) -> float:
+    """A lower bound in seconds of the time to send bytes over mesh axes.
+
+    What goes over any set of mesh axes takes at least its bytes divided by what their links carry
+    together; the worst set gives the bound, which by the theorem on flows and cuts is enough.
+
+    Args:
+        sent: The bytes that one device sends over each set of mesh axes.
+        rates: The bytes per second that one device can send over each mesh axis.
+
+    >>> least_time({("data",): 6.0, ("data", "model"): 6.0}, {"data": 1.0, "model": 1.0})
+    6.0
+    """
+    used = sorted({axis for axes, count in sent.items() if count for axis in axes})
+
+    def busy_time(axes: tuple[str, ...]) -> float:
+        """The time for what stays within some mesh axes."""
+        inside = sum(count for own, count in sent.items() if {*own} <= {*axes})
+        return inside / sum(rates[axis] for axis in axes)
+
+    sizes = range(1, len(used) + 1)
+    sets = itertools.chain.from_iterable(itertools.combinations(used, size) for size in sizes)
+    return max(map(busy_time, sets), default=0.0)
+
+
 def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardware) -> StepTime:
     """How long a step takes at least.
 
@@ -316,7 +371,7 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     (1.0, 1.0, 0.02, 1.0)
     """
     rates, shares = hardware.bandwidths(mesh_sizes), share_out(cost.traffic, mesh_sizes)
-    send = topologies.least_time(shares, rates)
+    send = least_time(shares, rates)
     by_mesh_axis = dict.fromkeys(mesh_sizes, 0.0)
     for axes, sent in shares.items():
         for axis in axes:

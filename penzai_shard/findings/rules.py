@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Hashable, Iterator
 
 from penzai_shard.findings.set_up import Finding, SetUp, table_of, table_path
-from penzai_shard.paths import nearest
 from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.planning.planner import find_near_name
 from penzai_shard.rules import TRANSFORMER_AXES, AxisRules, Rule
 
 # Usual names of axes along which results depend on one another; only activations have them.
@@ -37,19 +37,9 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
     >>> find_near_names(AxisRules({"neuron": "data", "batch": "data"}), ["neurons"])
     {Rule(logical_axis='neuron', mesh_axes=('data',), ...): 'neurons'}
     """
-    free = [name for name in present if name not in rules.logical_axes]
-    found = {}
-    for rule in rules.rules:
-        name = rule.logical_axis
-        near = nearest(name, free)
-        # The names of a preset are alternatives.
-        if near is None or name in present or rule.optional:
-            continue
-        # With another word it is the name of something else: of queries, not of all heads.
-        shorter, longer = sorted([str(name), near], key=len)
-        if not longer.startswith(f"{shorter}_") and not longer.endswith(f"_{shorter}"):
-            found[rule] = near
-    return found
+    # The names of a preset are alternatives.
+    asked = [rule for rule in rules.rules if not rule.optional]
+    return {rule: near for rule in asked if (near := find_near_name(rule, rules, present))}
 
 
 def find_problems(set_up: SetUp) -> Iterator[Finding]:

@@ -295,7 +295,7 @@ class _Attribution:
         """What an array comes from, or goes into, as long as it is the same array."""
         step = self._program.sources if before else self._program.uses
         places = self._program.walk([start], step, _SAME_ARRAY)
-        ends = [x for x, _ in places if x.kind not in _SAME_ARRAY or self._is_argument(x)]
+        ends = [x for x, _ in places if x.kind not in _SAME_ARRAY or self._program.is_argument(x)]
         return [one for one in ends if not self._is_filled(one)]
 
     def _is_filled(self, one: Instruction) -> bool:
@@ -304,13 +304,10 @@ class _Attribution:
             return self._program.operands(one)[0].results[0].shape == ()
         return one.opcode == "constant"
 
-    def _is_argument(self, one: Instruction) -> bool:
-        return one.opcode == "parameter" and one.computation == self._program.entry
-
     def _argument(self, value: Place) -> "StepArray | None":
         """The argument of the step that a value is, or is a part of."""
         made_of = {*self._ends(value, True)}
-        if len(made_of) != 1 or not self._is_argument(one := made_of.pop()):
+        if len(made_of) != 1 or not self._program.is_argument(one := made_of.pop()):
             return None
         return self._arguments.get(one.op_name)
 

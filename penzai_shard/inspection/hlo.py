@@ -211,6 +211,10 @@ class Program:
                 found[name].append(one)
         return found
 
+    def is_argument(self, one: Instruction) -> bool:
+        """Whether an instruction gives an argument of the program."""
+        return one.opcode == "parameter" and one.computation == self.entry
+
     def root(self, name: str) -> Instruction:
         """What gives the result of a computation."""
         return next(one for one in self.computations[name].values() if one.is_root)
@@ -382,8 +386,7 @@ class Program:
         """The integer that a value always is; None if it may be another."""
         found = set()
         for one, _ in self.walk([place], self.sources, _SAME_INTEGER):
-            is_argument = one.opcode == "parameter" and one.computation == self.entry
-            if one.kind in _SAME_INTEGER and not is_argument:
+            if one.kind in _SAME_INTEGER and not self.is_argument(one):
                 continue
             if one.opcode != "constant" or one.results[0].dtype not in ("s32", "s64"):
                 return None

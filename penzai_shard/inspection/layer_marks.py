@@ -20,12 +20,13 @@ from penzai import pz
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.inspection.step_arrays import StepArray, describe_leaf
 from penzai_shard.layers.wrapper import WrapperLayer
-from penzai_shard.paths import join_paths, path_text
+from penzai_shard.paths import join_paths
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
 from penzai_shard.readers.reader import is_node
+from penzai_shard.surgery.rewriting import flatten_once
+from penzai_shard.surgery.where import snake_case
 
 _MARK = re.compile(r"\bpzs_layer_(\d+)\b")
-_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 # Scopes that JAX writes for functions, loops and branches, and what it writes around other scopes.
 _STRUCTURE = re.compile(
     r"p?jit\(.*|while|body|cond|scan|closed_call|checkpoint|rematted_computation|shard_map"
@@ -98,14 +99,9 @@ class Layers:
         if is_node(node) or jax.tree_util.all_leaves([node]):
             return node
         label = self._add_layer(node, place, around, *names) if is_layer(node) else around
-        keyed, definition = jax.tree_util.tree_flatten_with_path(
-            node, is_leaf=lambda child: child is not node
-        )
-        children = [
-            self._mark(child, join_paths(place, path_text(keys)), label, *names)
-            for keys, child in keyed
-        ]
-        marked: Any = jax.tree_util.tree_unflatten(definition, children)
+        parts, definition = flatten_once(node)
+        children = (self._mark(x, join_paths(place, key), label, *names) for key, x in parts)
+        marked = definition.unflatten(children)
         if not is_layer(node):
             return marked
         for leaf in leaves_of({place: without_marked(marked)}):
@@ -122,8 +118,7 @@ class Layers:
         first = self._first_places.setdefault(label, place)
         is_in_first = not first or f"{place}/".startswith(f"{first}/")
         if label == prefix or not is_in_first:
-            name = _WORD_START.sub("_", type(layer).__name__).lower()
-            label = join_paths(around, name)
+            label = join_paths(around, snake_case(type(layer).__name__))
         self._numbers[place] = len(self.marked)
         self.marked.append(MarkedLayer(label, jax.tree.map(lambda _: None, layer), {}, {}))
         if label not in self.order:

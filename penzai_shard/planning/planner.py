@@ -14,7 +14,7 @@ from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.paths import nearest
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, shared_sharding
-from penzai_shard.rules import IDENTITY, AxisRules, Decision, OnIndivisible, decide
+from penzai_shard.rules import IDENTITY, AxisRules, Decision, OnIndivisible, Rule, decide
 
 _WHOLE = PartitionSpec()
 
@@ -199,6 +199,20 @@ def _longer_or_shorter(name: Hashable, others: Collection[Hashable]) -> set[Hash
     return {x for x in others if words[x] < words[name] or words[name] < words[x]}
 
 
+def find_near_name(rule: Rule, rules: AxisRules, present: Collection[Hashable]) -> str | None:
+    """The logical axis that a rule may mean whose own is not there; None if there is none like it.
+
+    Args:
+        rule: One of the rules.
+        rules: The rules. What another one names is not meant.
+        present: The logical axes that there are.
+    """
+    if rule.logical_axis in present:
+        return None
+    others = set(present) - set(rules.logical_axes)
+    return nearest(rule.logical_axis, others - _longer_or_shorter(rule.logical_axis, others))
+
+
 def find_doubts(
     rules: AxisRules, present: Collection[Hashable], mesh_axes: Collection[str]
 ) -> list[str]:
@@ -217,10 +231,7 @@ def find_doubts(
     """
     found = []
     for rule in rules.rules:
-        if rule.logical_axis is None or rule.logical_axis in present or rule.for_activations:
-            continue
-        others = set(present) - set(rules.logical_axes)
-        near = nearest(rule.logical_axis, others - _longer_or_shorter(rule.logical_axis, others))
+        near = None if rule.for_activations else find_near_name(rule, rules, present)
         if near is not None:
             found.append(
                 f"rule {rule} matches no logical axis of this tree. Did you mean {near!r}?"

@@ -47,15 +47,16 @@ class NodeKind:
     is_opaque: bool = False
 
 
-def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def flatten_once(node: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The parts of a node as JAX takes it apart, by their keys as text, and what joins them."""
     keyed, definition = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(path_text(path), part) for path, part in keyed], definition
 
 
 _LEAF = NodeKind(lambda node: (), lambda node, parts: node, is_leaf=True)
 _OTHER = NodeKind(
-    lambda node: _flatten_once(node)[0],
-    lambda node, parts: _flatten_once(node)[1].unflatten(parts),
+    lambda node: flatten_once(node)[0],
+    lambda node, parts: flatten_once(node)[1].unflatten(parts),
     is_opaque=True,
 )
 _kinds: dict[type, NodeKind] = {

@@ -157,7 +157,7 @@ def names_of(node: Any) -> tuple[str, ...]:
     >>> names_of(Original([]))
     ('original', 'list')
     """
-    return tuple(map(_snake_case, type_names(node)))
+    return tuple(map(snake_case, type_names(node)))
 
 
 def wrappers_of(tree: Any, keys: Keys) -> list[Any]:
@@ -169,7 +169,8 @@ def wrappers_of(tree: Any, keys: Keys) -> list[Any]:
 
 
 @functools.cache
-def _snake_case(name: str) -> str:
+def snake_case(name: str) -> str:
+    """The name of a type as a part of a path: ``TransformerBlock`` as ``transformer_block``."""
     return _WORD_START.sub("_", name).lower()
 
 

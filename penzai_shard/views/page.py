@@ -101,9 +101,9 @@ def report(
     arguments.check_tree("report", model)
 
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": "replicate"}
-    with _replace_file(path) as file, warnings.catch_warnings():
-        # The findings say the same.
-        warnings.simplefilter("ignore", errors.ShardingWarning)
+    # What warnings say, the findings say.
+    quiet = warnings.catch_warnings(action="ignore", category=errors.ShardingWarning)
+    with _replace_file(path) as file, quiet:
         plan = _attempt(lambda: _plan(model, mesh, rules, options), errors.ShardingError)
         findings = _find(model, mesh, rules, kwargs, options)
         sections = {"Plan": plan, "Findings": findings, **_read_step(step, mesh, args, kwargs)}

@@ -20,7 +20,8 @@ from penzai_shard.arrays.kinds import is_traced, itemsize
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import PlanError, Problem, RuleTypeError, ShardingError
 from penzai_shard.meshes import mesh_text
-from penzai_shard.planning.plan import LeafPlan
+from penzai_shard.paths import write_runs
+from penzai_shard.planning.plan import LeafPlan, write_axes
 from penzai_shard.reports.quantities import bytes_text, plain_text
 from penzai_shard.reports.report import HasReport, Line, Report
 
@@ -96,14 +97,11 @@ class ShardedArray(HasReport):
 
     def _verdict(self) -> str:
         # As in a plan: each dimension with its length and mesh axes.
-        sizes = []
-        axes = self.mesh_axes or [()] * len(self.shape)
-        for dim, (name, length, own) in enumerate(zip(self.names, self.shape, axes, strict=True)):
-            size = str(length) if name == f"dimension {dim}" else f"{name}={length}"
-            sizes.append(f"{size}/{'+'.join(own)}" if own else size)
+        names = [None if x == f"dimension {dim}" else x for dim, x in enumerate(self.names)]
+        axes = write_axes(names, self.shape, specs.canonical(self.mesh_axes or ()))
         total = bytes_text(math.prod(self.shape) * itemsize(self.dtype))
         what = f"{self.path}: {self.dtype}" if self.path else str(self.dtype)
-        what += f"[{', '.join(sizes)}], {total}"
+        what += f"[{axes}], {total}"
         holders = len(self.parts[0].devices)
         if len(self.parts) == 1:
             return f"{what}: whole on {'one device' if holders == 1 else f'{holders} devices'}"
@@ -331,9 +329,7 @@ def _cell_text(array: ShardedArray, number: int) -> str:
 
 def _runs(numbers: Sequence[int]) -> str:
     """Numbers in their order, with those without a gap by their ends: ``0-3, 8``."""
-    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in run] for _, run in groups]
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    texts = write_runs(numbers)
     if len(texts) > _MOST_RUNS:
         texts = [*texts[:2], _GAP, texts[-1]]
     return ", ".join(texts)

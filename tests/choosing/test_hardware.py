@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 
 import penzai_shard as pzs
 from penzai_shard.choosing.cost import StepCost
-from penzai_shard.choosing.hardware import Hardware, read_devices, step_time
+from penzai_shard.choosing.hardware import Hardware, least_time, read_devices, step_time
 from penzai_shard.inspection.topologies import FIGURES, SLICES, find_figures
 from tests.refusals import problem_paths, problems_of
 
@@ -118,7 +118,10 @@ def test_hardware_has_the_meshes_that_jax_lays(kind, devices):
         ("v5e:32", {"data": 16, "model": 2}, [75, 50]),
         ("v5e:256", {"data": 16, "model": 16}, [100, 100]),
         ("v5e:32", {"data": 32}, [100]),
+        # In GB per second, from the drawings of the vendor: a torus has two links of 100 along each
+        # side, a line one.
         ("v5p:64", {"data": 4, "model": 16}, [200, 400]),
+        ("v5p:2x2x4", {"data": 4, "model": 4}, [100, 200]),
         ("h100:16", {"data": 2, "model": 8}, [50, 450]),
         # Each sends what it has to the other host, which is a seventh of what all get.
         ("h100:16", {"data": 8, "model": 2}, [350, 450]),
@@ -131,6 +134,14 @@ def test_hardware_bandwidths(name, mesh_sizes, rates):
     found = Hardware.read(name).bandwidths(mesh_sizes)
     assert list(found) == list(mesh_sizes)
     np.testing.assert_allclose(list(found.values()), np.multiply(rates, GB))
+
+
+def test_least_time_is_that_of_the_busiest_links():
+    """A divides its 8 over both, and needs 4 seconds; together with B's 7 there are 3 a second."""
+    sent, rates = {("a", "b"): 8.0, ("b",): 7.0}, {"a": 1.0, "b": 2.0}
+    assert least_time(sent, rates) == 15 / 3
+    assert least_time(sent | {("a",): 6.0}, rates) == 21 / 3
+    assert least_time({("a",): 6.0, ("b",): 1.0}, rates) == 6
 
 
 def test_hardware_bandwidths_refuse_a_mesh_of_other_devices():
