@@ -8,6 +8,7 @@ whose keys are ``layers.0.weight``.
 import difflib
 import functools
 import itertools
+import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -163,9 +164,7 @@ def group_paths(items: Iterable[tuple[str, Hashable]]) -> list[list[int]]:
     found: list[list[int]] = []
     for members in groups.values():
         numbers = {tuple(_NUMBER.findall(paths[i])) for i in members}
-        product = 1
-        for column in zip(*numbers, strict=True):
-            product *= len(set(column))
+        product = math.prod(len({*column}) for column in zip(*numbers, strict=True))
         is_whole = product == len(numbers) == len(members)
         found += [members] if is_whole else [[i] for i in members]
     return sorted(found)

@@ -4,20 +4,10 @@ A program is a ``Jaxpr``, or a ``ClosedJaxpr`` that also holds the constants it 
 function here takes both. Calls, loops and branches hold further programs as parameters.
 """
 
-import collections
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from penzai_shard.jax_internals.tracing import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-)
-
-_Node = TypeVar("_Node", bound=Hashable)
+from penzai_shard.jax_internals.tracing import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal
 
 # Scopes of the operations of a train step; a gradient's goes on with the path of its parameter.
 LOSS, GRADIENT, OPTIMIZER = "loss", "gradient", "optimizer"
@@ -112,30 +102,6 @@ def walk(
     for equation in jaxpr.eqns:
         known.update(zip(equation.outvars, step(equation, read(equation.invars)), strict=True))
     return read(jaxpr.outvars)
-
-
-def reach(
-    starts: Iterable[_Node], following: Callable[[_Node], Iterable[_Node]], most: float = math.inf
-) -> Iterator[_Node]:
-    """Some nodes of a program and those that follow them, each once, the nearest first.
-
-    Args:
-        starts: Where to begin: values by number, places or whatever can be hashed.
-        following: What follows one of them.
-        most: Of so many that are found nothing more is looked for.
-
-    >>> [*reach([1], lambda n: [2 * n, n + 1], most=4)]
-    [1, 2, 4, 3]
-    """
-    seen = dict.fromkeys(starts)
-    waiting = collections.deque(seen)
-    while waiting:
-        node = waiting.popleft()
-        yield node
-        for each in following(node) if len(seen) < most else ():
-            if each not in seen:
-                seen[each] = None
-                waiting.append(each)
 
 
 def make_program(

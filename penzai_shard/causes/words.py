@@ -243,7 +243,8 @@ class StepWords:
     def _count_bytes(self, loss: Loss) -> int:
         value, sizes = self.ways.values[loss.operand], self.ways.program.mesh
         parts = math.prod(sizes[base(axis)] for axes in value.spec for axis in axes)
-        held = math.prod(value.shape) * value.itemsize / parts
+        bits = re.search(r"\d+", value.dtype)
+        held = math.prod(value.shape) * max(int(bits[0]) // 8 if bits else 1, 1) / parts
         return int(held * (sizes[base(loss.mesh_axis)] - 1) * (loss.operation.times or 1))
 
     def place(self, operation: Operation) -> str:

@@ -214,7 +214,7 @@ def _find_use(program: DeviceProgram, argument: int, of_inputs: set[int]) -> flo
                 values += user.results
             elif OPTIMIZER not in user.name.split("/") and not of_inputs.isdisjoint(user.results):
                 elements = max(elements, math.prod(program.shapes[value]) * (user.times or 1))
-    return min(program.values[value].itemsize for value in values) * elements
+    return min(map(program.itemsize, values)) * elements
 
 
 def _find_gradient(program: DeviceProgram, updated: int, examples: int) -> float:
@@ -227,7 +227,7 @@ def _find_gradient(program: DeviceProgram, updated: int, examples: int) -> float
             continue
         is_update = not maker.name or OPTIMIZER in maker.name.split("/")
         if not is_update:
-            sizes.append(program.values[value].itemsize)
+            sizes.append(program.itemsize(value))
         if maker.kind in (LOOP, BARRIER):
             values.append(maker.operands[maker.results.index(value)])
         elif maker.kind == "sdy.all_reduce":

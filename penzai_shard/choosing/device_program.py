@@ -7,6 +7,7 @@ size 1, which in the program stands wherever that table says something about tha
 candidate its own rules are asked at each mark (lowering takes a second, this a tenth).
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +15,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penzai_shard import errors
@@ -25,7 +26,7 @@ from penzai_shard.jax_internals.compiler import kept_arguments
 from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import TABLES
-from penzai_shard.propagation.flat import Propagated, Spec, Value
+from penzai_shard.propagation.flat import Operation, Propagated, Spec, Value
 from penzai_shard.propagation.partition import Mark, MarkedProgram
 from penzai_shard.rules import AxisRules, decide
 from penzai_shard.specs import part_count
@@ -255,7 +256,8 @@ class DeviceProgram:
         self.operations, self.arguments, self.updated = program.operations, arguments, updated
         self.results, self.values = program.results, program.values
         self.mesh_sizes = program.mesh
-        self.makers, self.users = program.makers, program.users
+        self.makers = program.makers
+        self.users = collections.defaultdict[int, Sequence[Operation]](list, program.users)
         split = functools.cache(self._split)
         self.shapes = [split(value.shape, spec_of(value)) for value in self.values]
 
@@ -270,7 +272,14 @@ class DeviceProgram:
 
     def bytes(self, value: int) -> int:
         """What a device has of a value."""
-        return math.prod(self.shapes[value]) * self.values[value].itemsize
+        return math.prod(self.shapes[value]) * self.itemsize(value)
+
+    def itemsize(self, value: int) -> int:
+        """The bytes of an element of a value; 0 of what is no array."""
+        dtype = self.values[value].dtype
+        bits = re.search(r"\d+", dtype)
+        count = 2 if dtype.startswith("complex") else 1
+        return count * max(int(bits[0]) // 8, 1) if bits else 0
 
 
 def spec_of(value: Value) -> Spec:

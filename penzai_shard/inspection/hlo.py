@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from penzai_shard.errors import Problem, ProgramError
-from penzai_shard.programs import reach
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)(.*)$")
@@ -298,11 +297,16 @@ class Program:
             step: ``sources`` or ``uses``.
             through: The kinds of instructions behind which to go on; by default all.
         """
-
-        def following(place: Place) -> Iterable[Place]:
-            return step(place) if through is None or place.instruction.kind in through else ()
-
-        return reach(starts, following)
+        waiting = collections.deque(dict.fromkeys(starts))
+        seen = set(waiting)
+        while waiting:
+            place = waiting.popleft()
+            yield place
+            goes_on = through is None or place.instruction.kind in through
+            for other in step(place) if goes_on else ():
+                if other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
 
     # How often each computation runs
 

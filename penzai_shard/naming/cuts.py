@@ -10,8 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from penzai_shard.naming.ties import Elements, Ties
-from penzai_shard.programs import reach
+from penzai_shard.naming.ties import Elements, Ties, walk
 from penzai_shard.propagation.flat import Operation, Propagated
 
 CONCATENATE = "stablehlo.concatenate"
@@ -128,7 +127,7 @@ def _find_sources(program: Propagated, joined: Operation, dim: int) -> Iterator[
             if shape == ((*other[:dim], shape[dim], *other[dim + 1 :]) if is_along else other):
                 yield operand
 
-    return (value for value in reach(joined.operands, sources) if shapes[value][dim] == length)
+    return (value for value in walk(joined.operands, sources) if shapes[value][dim] == length)
 
 
 # Tying

@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from penzai_shard.naming.ties import AxisClass, Parts, length_of
+from penzai_shard.naming.ties import AxisClass, Parts, length_of, walk
 from penzai_shard.naming.trace import Call, CalledArray
-from penzai_shard.programs import reach
 from penzai_shard.propagation.flat import FLOW, Operation
 
 Classes = frozenset[AxisClass]
@@ -235,11 +234,11 @@ class Facts:
             last: The number of an operation: those behind it are not looked at.
         """
         start = [value for value in values if value is not None]
-        return set(reach(start, lambda each: self._made_of(each, lambda one: one.number <= last)))
+        return set(walk(start, lambda each: self._made_of(each, lambda one: one.number <= last)))
 
     def after(self, value: int, until: Container[str]) -> Iterator[Operation]:
         """The operations that a value comes to, the nearest first, those of some kinds last."""
-        for each in reach(
+        for each in walk(
             [value], lambda each: self._made_of(each, lambda one: one.kind not in until), _FAR
         ):
             yield from self.users.get(each, ())
@@ -264,7 +263,7 @@ class Facts:
             found = sources_of(maker)
             return found if maker.kind != FLOW or len(found) == 1 else ()
 
-        return reach([value], sources, _FAR)
+        return walk([value], sources, _FAR)
 
     def kinds_before(self, value: int) -> Set[str]:
         """The kinds of the operations that a value is computed by."""
@@ -301,7 +300,7 @@ class Facts:
             scaled = [one for one in maker.operands if one in self.from_inputs]
             return scaled if maker.kind in _SCALES and len(scaled) == 1 else ()
 
-        found = reach([value], sources)
+        found = walk([value], sources)
         return (self.makers[each] for each in found if each in self.makers and not sources(each))
 
 

@@ -14,10 +14,11 @@ Shapes say nothing here. Equal lengths are never a reason; only an operation is.
 # branches hand values on, and so tie; and what one loop takes or writes element by element, at an
 # index that it counts, is one logical axis of that loop, as layers are.
 
+import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penzai_shard.propagation.flat import FLOW, Operation, Propagated
@@ -278,3 +279,18 @@ def _find_counter(program: Propagated, index: int) -> int | None:
         waiting += {*maker.operands} - seen
         seen.update(maker.operands)
     return counters.pop() if len(counters) == 1 else None
+
+
+def walk(
+    start: Iterable[int], following: Callable[[int], Iterable[int]], most: float = math.inf
+) -> Iterator[int]:
+    """Some values and those that follow them, each once, the nearest first."""
+    seen = dict.fromkeys(start)
+    waiting = collections.deque(seen)
+    while waiting:
+        value = waiting.popleft()
+        yield value
+        for each in following(value) if len(seen) < most else ():
+            if each not in seen:
+                seen[each] = None
+                waiting.append(each)

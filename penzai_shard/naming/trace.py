@@ -16,14 +16,7 @@ import jax.numpy as jnp
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.naming.cuts import tie_cuts
-from penzai_shard.naming.ties import (
-    AxisClass,
-    Dims,
-    Parts,
-    Ties,
-    number_classes,
-    tie_operations,
-)
+from penzai_shard.naming.ties import AxisClass, Dims, Parts, Ties, number_classes, tie_operations
 from penzai_shard.paths import join_paths
 from penzai_shard.propagation.flat import Propagated, propagate_lowered
 from penzai_shard.readers.reader import find_refusal

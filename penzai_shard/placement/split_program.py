@@ -27,7 +27,7 @@ from penzai_shard.jax_internals.tracing import (
     jaxpr_as_fun,
     without_shardings,
 )
-from penzai_shard.programs import EXACT, equations_in, make_program, open_program, reach, walk
+from penzai_shard.programs import EXACT, equations_in, make_program, open_program, walk
 
 # Results with at most so many elements are small. At 4,096, weights of 64 x 64 were computed one
 # operation after the other too, and compiled serially: 7.5 s of CPU for 96 blocks against 4.4.
@@ -233,7 +233,13 @@ class _Dependencies:
         """Which equations these variables and all effects come of, in order."""
         pending = [*self._effects]
         pending += [self._producers[v] for v in variables if v in self._producers]
-        return sorted(reach(pending, self._sources.__getitem__))
+        needed: set[int] = set()
+        while pending:
+            index = pending.pop()
+            if index not in needed:
+                needed.add(index)
+                pending += self._sources[index]
+        return sorted(needed)
 
 
 def _type_key(atom: Any) -> Hashable:

@@ -19,7 +19,6 @@ An ``Edge`` says that at an operation a mesh axis went from one value, operand o
 Following the earliest edges back from a value leads to where its mesh axes come from.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -81,13 +80,6 @@ class Value:
     spec: Spec
     is_open: tuple[bool, ...]
     origins: Mapping[str, str]
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of an element; 0 of what is no array."""
-        bits = re.search(r"\d+", self.dtype)
-        count = 2 if self.dtype.startswith("complex") else 1
-        return count * max(int(bits[0]) // 8, 1) if bits else 0
 
 
 class Rule(NamedTuple):
@@ -187,10 +179,10 @@ class Propagated:
     @functools.cached_property
     def users(self) -> Mapping[int, Sequence[Operation]]:
         """By the number of a value the operations that take it, each as often as it does."""
-        found = collections.defaultdict[int, list[Operation]](list)
+        found: dict[int, list[Operation]] = {}
         for each in self.operations:
             for value in each.operands:
-                found[value].append(each)
+                found.setdefault(value, []).append(each)
         return found
 
 

@@ -23,15 +23,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from penzai_shard.errors import Problems, PropagationError
 from penzai_shard.jax_internals.compiler import kept_arguments
-from penzai_shard.propagation.flat import (
-    ENDS,
-    Propagated,
-    Spec,
-    read,
-    read_ends,
-    read_rule,
-    read_spec,
-)
+from penzai_shard.propagation import flat
 from penzai_shard.propagation.passes import propagate
 from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in, to_xla_form
 
@@ -97,7 +89,7 @@ class MarkedProgram:
             # Constants that the function holds come first, and have no layout.
             constants = [None] * (len(main.arguments) - len(kept))
             ends = zip(
-                itertools.chain(*read_ends(main)),
+                itertools.chain(*flat.read_ends(main)),
                 (*main.arguments, *returned),
                 (*constants, *kept, *range(len(returned))),
                 strict=True,
@@ -107,11 +99,11 @@ class MarkedProgram:
                 found.append((each.attributes["sharding"], each.results[0], None))
             self.marks = [_read_mark(*each) for each in found if each[0] is not None]
 
-    def place(self, mesh_sizes: Mapping[str, int], specs: Sequence[Spec | None]) -> Propagated:
+    def place(self, sizes: Mapping[str, int], specs: Sequence[flat.Spec | None]) -> flat.Propagated:
         """The program in a layout, with its collectives.
 
         Args:
-            mesh_sizes: Name and size of each mesh axis.
+            sizes: Name and size of each mesh axis.
             specs: A layout for each mark; None if nothing is to be pinned there.
 
         Raises:
@@ -120,11 +112,11 @@ class MarkedProgram:
         with self._module.context:
             # A copy, as the same program is placed many times.
             module = self._module.clone().operation
-            axes = [sdy.MeshAxisAttr.get(*each) for each in mesh_sizes.items()]
+            axes = [sdy.MeshAxisAttr.get(*each) for each in sizes.items()]
             ir.SymbolTable(module)["mesh"].attributes["mesh"] = sdy.MeshAttr.get(axes)
             shardings = iter([*map(_make_sharding, self.marks, specs)])
             main = main_block(module)
-            for key, entries in zip(ENDS, read_ends(main), strict=True):
+            for key, entries in zip(flat.ENDS, flat.read_ends(main), strict=True):
                 for entry in entries:
                     if "sdy.sharding" in entry:
                         entry["sdy.sharding"] = next(shardings)
@@ -137,15 +129,15 @@ class MarkedProgram:
             passes = PassManager.parse(_COLLECTIVES)
             passes.enable_verifier(False)
             passes.run(module)
-            return read(module, self._cache)
+            return flat.read(module, self._cache)
 
 
 def _read_mark(sharding: Mlir, value: Mlir, position: int | None) -> Mark:
-    axes = tuple(own[0] if own else "" for own in read_spec(sharding)[0])
+    axes = tuple(own[0] if own else "" for own in flat.read_spec(sharding)[0])
     return Mark(axes, tuple(ir.ShapedType(value.type).shape), position)
 
 
-def _make_sharding(mark: Mark, spec: Spec | None) -> Mlir:
+def _make_sharding(mark: Mark, spec: flat.Spec | None) -> Mlir:
     """A layout in the place of a mark; without one what is propagated to it stays."""
     # Closed, Shardy adds no mesh axes.
     dims = [
@@ -163,9 +155,9 @@ def _lay_out_as_xla(product: Mlir) -> None:
     shardings = [*map(_find_sharding, product.operands), _find_sharding(product.results[0])]
     if any(sharding is None for sharding in shardings):
         return
-    rule = read_rule(product.attributes["sdy.sharding_rule"])
+    rule = flat.read_rule(product.attributes["sdy.sharding_rule"])
     factors = (*rule.operands, *rule.results)
-    specs = [read_spec(sharding)[0] for sharding in shardings]
+    specs = [flat.read_spec(sharding)[0] for sharding in shardings]
     moved = list(shardings)
     for axis in dict.fromkeys(axis for spec in specs for axes in spec for axis in axes):
         split = [_find_factor(axis, spec, own) for spec, own in zip(specs, factors, strict=True)]
@@ -193,7 +185,7 @@ def _lay_out_as_xla(product: Mlir) -> None:
 
 
 def _find_factor(
-    axis: str, spec: Spec, factors: Sequence[tuple[int, ...]]
+    axis: str, spec: flat.Spec, factors: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
     return next((own for own, axes in zip(factors, spec, strict=True) if axis in axes), None)
 
