@@ -257,7 +257,7 @@ def find_plain_store(path: pathlib.Path) -> OrbaxStore | None:
     """The arrays of a tree that somebody saved with Orbax; None where there are several trees.
 
     Texts and empty containers of the tree are no arrays, and are left out. Typed random keys are
-    the numbers as which they are stored.
+    the numbers as which they are stored. Named arrays of Penzai have their paths in the tree.
 
     Raises:
         OSError, ValueError, LookupError, TypeError: A file is damaged.
@@ -274,5 +274,6 @@ def find_plain_store(path: pathlib.Path) -> OrbaxStore | None:
         value = entry["value_metadata"]
         if not value["skip_deserialize"] and value["value_type"] != "string":
             keys = [key["key"] for key in entry["key_metadata"]]
-            prefixes["/".join(keys)] = ".".join(keys)
+            # Of a named array of Penzai, Orbax stores the one field that holds numbers.
+            prefixes["/".join(keys).removesuffix("/data_array")] = ".".join(keys)
     return OrbaxStore(path, directory, prefixes, content)

@@ -28,7 +28,7 @@ BOXES = {path: nn.Partitioned(x, (None,) * x.ndim) for path, x in ARRAYS.items()
 # The tree, how the older Orbax stores it, if it does, and the rules.
 PLAIN = {
     "flat": (ARRAYS, None, {}),
-    "named arrays": (PARAMS | {"n": 3}, None, {"**/data_array": "**", "n": None}),
+    "named arrays": (PARAMS | {"n": 3}, None, {"n": None}),
     # Texts and empty containers are no arrays.
     "boxes": (BOXES | {"text": "a", "none": None}, {}, {"**/value": "**"}),
     "zarr": (NESTED, {"use_ocdbt": False, "use_zarr3": False}, {}),
