@@ -21,6 +21,7 @@ from penzai_shard.checkpoints import storage, tensor_files
 from penzai_shard.checkpoints.filling import Store
 from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError
 from penzai_shard.paths import nearest
+from penzai_shard.planning.plan import write_axes
 
 SECTION = MARKER = "penzai_shard"
 METADATA = "_CHECKPOINT_METADATA"
@@ -68,10 +69,7 @@ class ArrayRecord:
         return math.prod(self.stored_shape) * jnp.dtype(self.stored_dtype).itemsize
 
     def __str__(self) -> str:
-        names = (None,) * len(self.shape) if self.names is None else self.names
-        pairs = zip(names, self.shape, strict=True)
-        sizes = ", ".join(f"{size}" if name is None else f"{name}={size}" for name, size in pairs)
-        return f"{self.dtype}[{sizes}]"
+        return f"{self.dtype}[{write_axes(self.names, self.shape, None)}]"
 
 
 def make_record(leaf: Leaf, values: str | None = None) -> ArrayRecord:
@@ -263,8 +261,10 @@ def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:
         names = tuple(tuple(name) if type(name) is list else name for name in names)
     shape, values = tuple(entry["shape"]), entry["values"]
     record = ArrayRecord(shape, entry["dtype"], names, values)
-    # These raise where it has no hash, no dtype, or other names than dimensions.
-    _ = hash(record), record.nbytes, str(record)
-    if not all(type(size) is int and size >= 0 for size in shape) or not isinstance(values, str):
+    # These raise where it has no hash, or no dtype.
+    _ = hash(record), record.nbytes
+    are_sizes = all(type(size) is int and size >= 0 for size in shape)
+    fits = names is None or len(names) == len(shape)
+    if not (are_sizes and fits and isinstance(values, str)):
         raise ValueError(f"{entry} describes no array")
     return record

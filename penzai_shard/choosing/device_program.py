@@ -23,7 +23,7 @@ from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.choosing.candidates import Candidate, find_roles, make_small
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.jax_internals.compiler import kept_arguments
-from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
+from penzai_shard.layouts.axis_roles import FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.layouts.presets import TABLES
 from penzai_shard.propagation.flat import Operation, Propagated, Spec, Value
@@ -58,7 +58,7 @@ class _Structure(NamedTuple):
     Attributes:
         layout: The layout without its rules.
         microbatches: In how many parts the batch is computed.
-        splits_layers: Whether what flows into layers and out of them is pinned.
+        pins_regions: Whether what flows into layers and out of them is pinned.
         splits_vocabulary: The same of vocabulary layers. Without a layout between blocks it makes
             no difference.
         gathers: Whether parameters are used otherwise than they are stored.
@@ -68,7 +68,7 @@ class _Structure(NamedTuple):
 
     layout: Layout
     microbatches: int
-    splits_layers: bool
+    pins_regions: bool
     splits_vocabulary: bool
     gathers: bool
     is_idle: bool
@@ -90,9 +90,8 @@ def _read_tables(model: Any, candidate: Candidate) -> _Tables:
     gathers = read("parameters") != read("compute")
     in_use = {axis for axis, size in sizes if size > 1}
     is_idle = not in_use or not in_use <= {*mesh_axes_of("batch", [layout.compute])}
-    has_between, has_vocabulary = "between_blocks" in rules, bool(found.split["vocabulary"])
-    splits_layers = has_between or has_vocabulary or any(found.split[x] for x in IN_LAYERS)
-    splits_vocabulary = splits_layers and (has_vocabulary or not has_between)
+    pins_regions, has_between = found.pins_regions, "between_blocks" in rules
+    splits_vocabulary = pins_regions and (bool(found.split["vocabulary"]) or not has_between)
     without_rules = dataclasses.replace(
         layout,
         parameters={},
@@ -104,7 +103,7 @@ def _read_tables(model: Any, candidate: Candidate) -> _Tables:
     structure = _Structure(
         without_rules,
         candidate.microbatches,
-        splits_layers,
+        pins_regions,
         splits_vocabulary,
         gathers,
         is_idle or not gathers,
@@ -175,7 +174,7 @@ class MarkedSteps:
         if not structure.gathers:
             # Parameters are gathered where these two differ.
             marks["parameters"] = marks["compute"]
-        if not structure.splits_layers:
+        if not structure.pins_regions:
             del marks["between_blocks"]
         axes = {axis: 1 for own in marks.values() for rule in own.rules for axis in rule.mesh_axes}
         # All devices divide a batch that leaves no mesh axis idle, and so does this.

@@ -24,10 +24,10 @@ from penzai_shard.planning.arguments import check_tree
 from penzai_shard.planning.name_axes import without_names
 from penzai_shard.readers.penzai import make_named
 from penzai_shard.training.model_parts import split_model
+from penzai_shard.training.step import RESERVED
 from penzai_shard.training.train_state import TrainState
 
 _HEADLINE = "choose_layout cannot read what it was given:"
-_RESERVED = ("model", "rng", "state")
 _REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -137,9 +137,9 @@ def read_workload(
         what = f"a {type(model).__name__} is no model with arrays"
         problems.add("model", what, "Write abstract_model(build, ...), or state.model.")
     try:
-        inspect.signature(loss_fn).bind_partial(**dict.fromkeys(_RESERVED))
+        inspect.signature(loss_fn).bind_partial(**dict.fromkeys(RESERVED))
     except (TypeError, ValueError) as error:
-        what = f"it is called with {', '.join(_RESERVED)}: {error}"
+        what = f"it is called with {', '.join(RESERVED)}: {error}"
         problems.add("loss_fn", what, "Write def loss_fn(model, rng, state, tokens).")
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         what = f"{reprlib.repr(optimizer)} is no optimizer of optax"
@@ -209,7 +209,7 @@ def _read_inputs(
 ) -> dict[str, Any]:
     """The inputs of the loss function by name; tokens of a number have names."""
     signature = inspect.signature(loss_fn)
-    others = [x for name, x in signature.parameters.items() if name not in _RESERVED]
+    others = [x for name, x in signature.parameters.items() if name not in RESERVED]
     needed = [x.name for x in others if x.default is x.empty and x.kind not in _REST]
     example = ", ".join(f"{name!r}: jax.ShapeDtypeStruct((256, 2048), 'int32')" for name in needed)
     fix = f"Write batch=256, seq=2048, or batch={{{example}}}."
@@ -224,7 +224,7 @@ def _read_inputs(
     if seq is not None:
         problems.add("seq", "it is for a batch that is a number", "Leave it out.")
     try:
-        signature.bind(**dict.fromkeys(_RESERVED), **batch)
+        signature.bind(**dict.fromkeys(RESERVED), **batch)
     except TypeError as error:
         problems.add("batch", f"loss_fn cannot be called with it: {error}", fix)
     for name, value in batch.items():

@@ -58,6 +58,17 @@ class FoundRoles:
     split: dict[str, tuple[Any, ...]]
     notes: tuple[str, ...]
 
+    @property
+    def split_in_layers(self) -> set[Any]:
+        """The logical axes of which each device computes a part in layers."""
+        return {name for role in IN_LAYERS for name in self.split[role]}
+
+    @property
+    def pins_regions(self) -> bool:
+        """Whether the compiler is told what flows in and out of each region, not of blocks only."""
+        has_between = "between_blocks" in self.tables
+        return bool(self.split_in_layers or self.split["vocabulary"] or has_between)
+
 
 def find_roles(
     tree: Any, mesh: AnyMesh, tables: Mapping[str, AxisRules], names: Mapping[str, Any]

@@ -22,7 +22,7 @@ from penzai_shard.layers.constraints import ConstrainActivations
 from penzai_shard.layers.gather_parameters import GatherParameters, gather
 from penzai_shard.layers.remat import Checkpointed
 from penzai_shard.layers.shard_mapped import ShardMapped
-from penzai_shard.layouts.axis_roles import IN_LAYERS, FoundRoles, axes_of_role, mesh_axes_of
+from penzai_shard.layouts.axis_roles import FoundRoles, axes_of_role, mesh_axes_of
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import examine
@@ -142,7 +142,7 @@ class RecipeMaker:
                 problems.add(option, what, "Write blocks=()." if option == "blocks" else fix)
         problems.raise_if_any(RuleTypeError)
         gathers = self._gathering is not None and self._is_pinned
-        if layout.blocks is None and (gathers or self._split_in_layers):
+        if layout.blocks is None and (gathers or self.found.split_in_layers):
             # Otherwise gradients are summed, and there is one way to do that.
             fact = f"a layout knows no layers of the {name}: the compiler decides where it reduces"
             ways = "blocks=MyBlock, or blocks=()" if has_layers else "blocks=()"
@@ -164,10 +164,6 @@ class RecipeMaker:
     @property
     def _vocabulary(self) -> tuple[Any, ...]:
         return axes_of_role("vocabulary", self.layout.names)
-
-    @property
-    def _split_in_layers(self) -> set[Any]:
-        return {name for role in IN_LAYERS for name in self.found.split[role]}
 
     @property
     def _around(self) -> dict[str, Any]:
@@ -205,7 +201,7 @@ class RecipeMaker:
         if policy := layout.rematerialise or again:
             options["policy"] = policy
         blocks = self._find_place(_BLOCKS)
-        if not (self._split_in_layers or self.found.split["vocabulary"] or between is not None):
+        if not self.found.pins_regions:
             return [wrap(blocks, lay_out, outputs=(inside,), **options)]
 
         regions = self._find_place(_REGIONS)
@@ -240,7 +236,7 @@ class RecipeMaker:
         problems = Problems("this layout would reduce in unknown places:")
         for leaf in leaves_of(self.model):
             names = {*(leaf.names or ())}
-            split = sorted(names & self._split_in_layers, key=str)
+            split = sorted(names & self.found.split_in_layers, key=str)
             is_outside = leaf.path not in covered and not names & {*self._vocabulary}
             if split and is_outside and leaf.role == "parameter":
                 what = f"{', '.join(map(repr, split))} is split, and it is in no known layer"

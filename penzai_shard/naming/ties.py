@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from penzai_shard.propagation.flat import FLOW, Operation, Propagated
 
@@ -235,22 +234,13 @@ def _group_reshaped(
 # Loops
 
 
-class LoopIndex(NamedTuple):
-    """A dimension of an operation's first operand, of which a loop takes or writes one element.
+def indices_of_loops(program: Propagated) -> Iterator[tuple[Operation, int, int]]:
+    """All that loops take and write element by element, as ``scan`` does with what it scans.
 
-    Attributes:
-        operation: What takes it, or writes it.
-        dim: The dimension.
-        counter: The value that the loop counts, which tells loops apart.
+    Yields:
+        The operation, the dimension of its first operand, and the value that the loop counts, which
+        tells loops apart.
     """
-
-    operation: Operation
-    dim: int
-    counter: int
-
-
-def indices_of_loops(program: Propagated) -> Iterator[LoopIndex]:
-    """All that loops take and write element by element, as ``scan`` does with what it scans."""
     for operation in program.operations:
         if operation.kind not in _INDEXED:
             continue
@@ -261,7 +251,7 @@ def indices_of_loops(program: Propagated) -> Iterator[LoopIndex]:
             if taken[dim] == 1 < whole[dim]:
                 counter = _find_counter(program, index)
                 if counter is not None:
-                    yield LoopIndex(operation, dim, counter)
+                    yield operation, dim, counter
 
 
 def _find_counter(program: Propagated, index: int) -> int | None:

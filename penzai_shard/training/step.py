@@ -24,7 +24,8 @@ from penzai_shard.training import gradient
 from penzai_shard.training.microbatches import LossCall, read_reductions
 from penzai_shard.training.train_state import TrainState, put_on_mesh, read_arrays
 
-_RESERVED = ("model", "rng", "state")
+# The arguments of a loss function that are no inputs.
+RESERVED = ("model", "rng", "state")
 _METRICS = ("loss", "gradient_norm")
 
 
@@ -225,11 +226,11 @@ class _Step:
             problems.add(name, "input_kwarg_shardings name it, and it is no input", "Give it.")
         signature = inspect.signature(self.call.loss_fn)
         try:
-            signature.bind(**dict.fromkeys(_RESERVED), **inputs)
+            signature.bind(**dict.fromkeys(RESERVED), **inputs)
         except TypeError as error:
-            names = ", ".join((*_RESERVED, *inputs))
+            names = ", ".join((*RESERVED, *inputs))
             what = f"the step calls it by keyword with {names}: {error}"
-            asked = [f"{name}={name}" for name in signature.parameters if name not in _RESERVED]
+            asked = [f"{name}={name}" for name in signature.parameters if name not in RESERVED]
             fix = f"Write step({', '.join(('state', *asked))}), or def loss_fn({names})."
             problems.add("", what, fix)
         problems.raise_if_any(ShardingError)
