@@ -174,6 +174,23 @@ class Problems:
         """Adds a problem; see ``Problem`` for the arguments."""
         self._found.append(Problem(path, what, fix, kind))
 
+    def compare(
+        self, own: Mapping[str, Any], other: Mapping[str, Any], what: str, fix: str, kind: str = ""
+    ) -> None:
+        """Adds a problem for each path at which two sides differ.
+
+        Args:
+            own: What one side has, by path.
+            other: What the other side has.
+            what: The sentence of fact, with ``{}`` in the places of the first and of the second.
+            fix: What to write instead.
+            kind: The kind of the problems.
+        """
+        for path in {**own, **other}:
+            sides = own.get(path, "absent"), other.get(path, "absent")
+            if sides[0] != sides[1]:
+                self.add(path, what.format(*sides), fix, kind)
+
     def extend(self, problems: Iterable[Problem]) -> None:
         """Adds problems that others have found."""
         self._found += problems

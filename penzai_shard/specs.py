@@ -42,13 +42,9 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     """
     if len(spec) > rank or PartitionSpec.UNCONSTRAINED in spec:
         raise ValueError(f"{spec} does not say the mesh axes of {rank} dimensions.")
-    return tuple(_axes_of_entry(entry) for entry in (*spec, *(None,) * (rank - len(spec))))
-
-
-def _axes_of_entry(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    # A dimension has several mesh axes, one, which is no tuple, or None.
+    entries = (() if entry is None else entry for entry in (*spec, *(None,) * (rank - len(spec))))
+    return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in entries)
 
 
 def part_count(axes: Iterable[str], mesh_sizes: Mapping[str, int]) -> int:

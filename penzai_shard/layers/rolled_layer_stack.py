@@ -260,11 +260,8 @@ def _check_form(before: Any, after: Any) -> None:
     problems = Problems("each layer of a stack must give back the form of its input:")
     trees = ({"argument": value, "state": shared} for value, shared in (before, after))
     own, found = ({leaf.path: _form_text(leaf) for leaf in leaves_of(tree)} for tree in trees)
-    for path in dict.fromkeys([*own, *found]):
-        one, other = own.get(path, "nothing"), found.get(path, "nothing")
-        if one != other:
-            fix = "Take layers of another form out of the stack."
-            problems.add(path, f"a layer gets {one} and gives {other}", fix)
+    fix = "Take layers of another form out of the stack."
+    problems.compare(own, found, "a layer gets {} and gives {}", fix)
     problems.raise_if_any(LayerStackError)
 
 

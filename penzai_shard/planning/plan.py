@@ -168,11 +168,8 @@ class ShardingPlan(HasReport):
         # By dtypes of devices: NumPy's float64 is planned as the float32 that JAX makes of it.
         planned: dict[str, Any] = {x.path: (x.names, x.shape, x.dtype) for x in self.leaves}
         found: dict[str, Any] = {x.path: (x.names, x.shape, device_dtype(x.dtype)) for x in leaves}
-        for path in planned | found:
-            own, other = planned.get(path, "absent"), found.get(path, "absent")
-            if own != other:
-                what = f"names, shape and dtype are {own} in the plan, and {other} in the tree"
-                problems.add(path, what, fix, "misfit")
+        what = "names, shape and dtype are {} in the plan, and {} in the tree"
+        problems.compare(planned, found, what, fix, "misfit")
         problems.raise_if_any(PlanError)
 
     def to_data(self) -> dict[str, Any]:

@@ -175,11 +175,8 @@ def _find_tensors(
     leaves = parameters_of(read_tree(_CALLED, built)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
     problems = errors.Problems(f"the model is not that of {config.source}:")
-    for path in dict.fromkeys([*wanted, *own]):
-        theirs, ours = (side.get(path, "nothing") for side in (wanted, own))
-        if theirs != ours:
-            what = f"the configuration makes it {theirs}, and the model has {ours}"
-            problems.add(path, what, _OTHER_CONFIG)
+    what = "the configuration makes it {}, and the model has {}"
+    problems.compare(wanted, own, what, _OTHER_CONFIG)
     if not problems:
         _check_numbers(model, built, problems)
     problems.raise_if_any(errors.CheckpointMismatchError)

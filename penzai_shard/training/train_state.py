@@ -310,9 +310,7 @@ def keep_form(old: Any, new: Sequence[Leaf], fix: str) -> Any:
         ShardingError: Paths, shapes, names or kinds of dtypes differ; all that do are in it.
     """
 
-    def write(leaf: Leaf | None) -> str:
-        if leaf is None:
-            return "not there"
+    def write(leaf: Leaf) -> str:
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         names = f" with axes {leaf.names}" if any(leaf.names or ()) else ""
         return f"{'float' if is_float else leaf.dtype}{list(leaf.shape)}{names}"
@@ -320,10 +318,8 @@ def keep_form(old: Any, new: Sequence[Leaf], fix: str) -> Any:
     leaves, structure = flatten(old)
     before, after = ({leaf.path: leaf for leaf in each} for each in (leaves, new))
     problems = Problems("arrays of a train state must keep their form:")
-    for path in before | after:
-        was, became = write(before.get(path)), write(after.get(path))
-        if was != became:
-            problems.add(path, f"it was {was}, and became {became}", fix)
+    was, became = ({path: write(leaf) for path, leaf in side.items()} for side in (before, after))
+    problems.compare(was, became, "it was {}, and became {}", fix)
     problems.raise_if_any(ShardingError)
     pairs = [(after[leaf.path].value, leaf.dtype) for leaf in leaves]
     return structure.fill_alike([with_strong_type(value, dtype) for value, dtype in pairs])
