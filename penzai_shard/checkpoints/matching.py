@@ -25,6 +25,8 @@ _MOST_SUGGESTIONS = 100
 # Kinds of problems that ``allow`` lets through.
 _WORDS = ("transpose", "cast", "extra", "blocks")
 _WILDCARDS = re.compile(r"\*+|\?")
+# What an optimizer calls its arrays, in a folded path: no moment is to be filled with another.
+_MOMENT = re.compile(rf"^{OPTIMIZER}(?:\*/)*[^/]*")
 # Penzai calls a block "block_3", and the axis of a stack of them, as its piece of a path, "blocks".
 _STACK_AXIS = "blocks"
 _STACK = re.compile(r"(?<![^./\[\]])blocks(?![^./\[\]])")
@@ -225,9 +227,10 @@ class _Matching:
         words = [problem.kind for problem in self.problems if problem.kind in _WORDS]
         # One fix for all that can be allowed: written once, it is enough.
         fix = f"Write allow={tuple(dict.fromkeys([*self.options.allow, *words]))}."
+        fixes = dict.fromkeys(_WORDS, fix)
+        fixes["axes"] = f"Write rename_axes={self.renames}." if self.renames else ""
         problems = [
-            dataclasses.replace(p, fix=p.fix or fix) if p.kind in _WORDS else p
-            for p in self.problems
+            dataclasses.replace(p, fix=p.fix or fixes.get(p.kind, "")) for p in self.problems
         ]
         if problems:
             raise errors.CheckpointMismatchError(headline, problems)
@@ -255,6 +258,8 @@ class _Matching:
         for old in [name for name in new if name not in known]:
             what = f"rename_axes: no stored array has logical axis {old!r}"
             self.add("", what, "axes", _suggest(old, known))
+        self.renames = {old: name for old, name in new.items() if old in known}
+        self.old_axes = {name: old for old, name in self.renames.items()}
         return {
             path: dataclasses.replace(r, names=r.names and tuple(new.get(n, n) for n in r.names))
             for path, r in stored.items()
@@ -362,7 +367,8 @@ class _Matching:
             fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
             # An axis that others want under the old name cannot be renamed.
             if stored.shape == wanted.shape and not self.wanted_axes & pairs.keys():
-                fix = f"Write rename_axes={ {**self.options.rename_axes, **pairs} }."
+                self.renames |= {self.old_axes.get(old, old): new for old, new in pairs.items()}
+                fix = ""
             self.add(path, f"the logical axes differ: {both}", "axes", fix)
         else:
             free = [*order]
@@ -370,9 +376,11 @@ class _Matching:
                 free.pop(next(i for i, dim in enumerate(free) if names[dim] == name))
                 for name in wanted_names
             )
-            if tuple(stored.shape[dim] for dim in order) != wanted.shape:
+            if (shape := tuple(stored.shape[dim] for dim in order)) != wanted.shape:
+                sizes = zip(wanted_names, shape, wanted.shape, strict=True)
+                own = [f"{name or 'length'}={old}" for name, old, new in sizes if old != new]
                 # Or other names in ``axes=``, which nobody knows.
-                fix = "" if self.options.axes else "Build the model with these sizes."
+                fix = "" if self.options.axes else f"Build the model with {', '.join(own)}."
                 self.add(path, f"the sizes differ: {both}", "sizes", fix)
 
         stack, pick = source.stack, source.pick
@@ -410,19 +418,23 @@ class _Matching:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
         rules = self._suggest_names(missing)
         # The first rule that fits decides: without those that only the paths of the new ones fit.
-        rest = [path for path in self.stored if fold_key(path) not in rules]
+        rest = {path for path in self.stored if not any(matches(old, path) for old in rules)}
         given = self.options.names.items()
         old = {pattern: new for pattern, new in given if any(matches(pattern, x) for x in rest)}
         for path in missing:
             what = f"{self.holder} has no such array, and {self.wanted[path]} is wanted"
             fix = "Build what was saved, or keep own values: others='keep'."
-            if fold_key(path) in rules.values():
+            if any(matches(new, path) for new in rules.values()):
                 fix = f"Write names={ {**rules, **old} }."
+            elif path.startswith(OPTIMIZER):
+                fix = (
+                    "Give the optimizer that was saved, or call restore_params(path, state.model)."
+                )
             elif path not in keepable:
                 fix = ""
             self.add(path, what, "missing", fix)
         for path, name in self.names.items():
-            if self.left[path] and self.options.asks_for(name):
+            if self.left[path] and path in rest and self.options.asks_for(name):
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 self.add(name, f"{what}, or fewer blocks", "extra")
 
@@ -434,9 +446,13 @@ class _Matching:
         rules: dict[str, str] = {}
         # Where thousands differ, comparing all with all takes minutes, and nobody reads so much.
         for key, record in wanted.items() if len(wanted) <= _MOST_SUGGESTIONS else ():
-            sizes, count = sorted(record.shape), key.count("*")
+            sizes, count, moment = sorted(record.shape), key.count("*"), _MOMENT.findall(key)
             alike = [old for old in left if sorted(left[old].shape) == sizes]
             alike = [old for old in alike if old.count("*") == count and old not in rules]
+            alike = [old for old in alike if _MOMENT.findall(old) == moment]
             if old := alike[0] if len(alike) == 1 else nearest(key, alike):
                 rules[old] = key
-        return rules
+        # A whole tree that stands deeper has one rule.
+        fronts = {old.removesuffix(new) for old, new in rules.items()}
+        front = fronts.pop() if len(fronts) == 1 and len(rules) == len(wanted) else ""
+        return {f"{front}**": "**"} if front.endswith("/") else rules

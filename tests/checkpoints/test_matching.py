@@ -55,6 +55,15 @@ def test_restore_params_gives_no_fix_that_does_not_work(tmp_path, stored, wanted
     assert {problem.fix for problem in problems if problem.kind != "extra"} == {""}
 
 
+def test_restore_params_gives_one_fix_for_all_axes_and_for_a_tree_that_stands_elsewhere(tmp_path):
+    path = pzs.save_params(tmp_path / "params", {"net/u": named("a", "b"), "net/v": named("b")})
+    wanted = {"u": named("c", "d"), "v": named("d")}
+    problems = problems_of(REFUSAL, pzs.restore_params, path, wanted)
+    assert {problem.fix for problem in problems} == {"Write names={'net/**': '**'}."}
+    problems = problems_of(REFUSAL, pzs.restore_params, path, wanted, names={"net/**": "**"})
+    assert {problem.fix for problem in problems} == {"Write rename_axes={'a': 'c', 'b': 'd'}."}
+
+
 def test_restore_params_names_all_differences_before_it_reads(tmp_path):
     stored, wanted = ({c: sides[i] for c, sides in DIFFERENCES.items()} for i in (0, 1))
     kinds = {f"{c}/{path}": kind for c, (*_, x) in DIFFERENCES.items() for path, kind in x.items()}

@@ -10,7 +10,7 @@ import penzai_shard as pzs
 from penzai_shard.arrays.structure import flatten, leaves_of
 from tests.checkpoints.trees import assert_lies, assert_lies_as, contents, refused_kinds, structs_of
 from tests.models import OPTIMIZERS, counted_mlp
-from tests.refusals import refused
+from tests.refusals import problems_of, refused
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
 RULES, ZERO = {"embed": "data", "mlp": "model"}, {"mlp": ("data", "model")}
@@ -84,3 +84,7 @@ def test_restore_train_state_of_parameters(tmp_path):
     path = pzs.save_params(tmp_path / "params", named_params())
     call = pzs.restore_train_state, path, dictionary(named_params())
     assert refused_kinds(pzs.CheckpointMismatchError, *call) == {"": "kind"}
+    path = pzs.save_train_state(tmp_path / "state", dictionary(named_params()))
+    other = dictionary(named_params(), optax.sgd(1e-3, momentum=0.9))
+    problems = problems_of(pzs.CheckpointMismatchError, pzs.restore_train_state, path, other)
+    assert all("restore_params" in x.fix for x in problems if x.kind == "missing")
