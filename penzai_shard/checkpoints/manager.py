@@ -89,7 +89,7 @@ class CheckpointManager:
         is_best = len(parts) == 3 and parts[1] in ("min", "max") and _is_count(parts[2])
         checks = {
             "path": (str(folder), not is_checkpoint(folder), "the folder around this checkpoint"),
-            "best": (best, best is None or is_best, "best=('loss', 'min', 3)"),
+            "best": (best, best is None or is_best, "best=('loss', 'min')"),
         }
         for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
             checks[name] = count, count is None or _is_count(count), f"{name}=100, or None"
@@ -110,7 +110,7 @@ class CheckpointManager:
         # That of a state is an array of one integer.
         number: Any = np.asarray(step)
         is_step = not number.shape and np.issubdtype(number.dtype, np.integer) and number >= 0
-        errors.check_arguments(_CALLED, {"step": (step, is_step, "int(state.step)")})
+        errors.check_arguments(_CALLED, {"step": (step, is_step, "step=int(state.step)")})
         return os.path.join(self.path, f"step_{int(step):08d}")
 
     def steps(self) -> list[int]:

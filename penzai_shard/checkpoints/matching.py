@@ -427,9 +427,7 @@ class _Matching:
             if any(matches(new, path) for new in rules.values()):
                 fix = f"Write names={ {**rules, **old} }."
             elif path.startswith(OPTIMIZER):
-                fix = (
-                    "Give the optimizer that was saved, or call restore_params(path, state.model)."
-                )
+                fix = "Give the old optimizer, or restore_params(path, state.model, mesh, rules)."
             elif path not in keepable:
                 fix = ""
             self.add(path, what, "missing", fix)

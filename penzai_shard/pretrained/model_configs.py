@@ -120,10 +120,10 @@ def _read_json(source: str) -> Mapping[str, Any]:
         text = (path / CONFIG if path.is_dir() else path).read_bytes()
     except (OSError, ValueError) as error:
         near = nearest(source.rpartition("/")[2].lower(), known)
-        meant = repr(near) if near else "the path of a config.json"
+        meant = repr(near) if near else "the path of a config.json, or give its attributes"
         fix = f"Write {meant}; published are {', '.join(known)}."
         # Whoever gives a model is not shown all of it.
-        problem = errors.Problem("", f"{source!r:.100} is no file and no published name", fix)
+        problem = errors.Problem("", f"{source[:100]!r} is no file and no published name", fix)
         raise errors.CheckpointNotFoundError("no such configuration:", [problem]) from error
     try:
         given = json.loads(text)
