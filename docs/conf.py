@@ -21,8 +21,11 @@ html_static_path = ["_static"]
 html_show_copyright = False
 html_css_files = ["pages.css"]
 
-# The outputs in the notebooks are those that a test has checked.
-nb_execution_mode = "off"
+# Notebooks that show trees of treescope store no outputs: they run here, some minutes in all. The
+# outputs that the others store are those that a test has checked.
+nb_execution_mode = "auto"
+nb_execution_excludepatterns = ["*price_and_choose*", "*train_and_restore*"]
+nb_execution_timeout = 600
 myst_enable_extensions = ["colon_fence"]
 # A link to a heading of a page, as GitHub writes it.
 myst_heading_anchors = 3

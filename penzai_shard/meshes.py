@@ -71,7 +71,7 @@ def make_mesh(
         what = f"{mesh_text(sizes)} needs {wanted} devices, and there are {len(available)}"
         fitting = dict.fromkeys(sizes, 1) | {names[0]: len(available)}
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} JAX_PLATFORMS=cpu"
-        other = f"or start Python with {flag}."
+        other = f"or start Python, or the kernel of a notebook, with {flag}."
         if wanted < len(available):
             other = f"or make_mesh({sizes}, jax.devices()[:{wanted}])."
         fix = f"Use the sizes {fitting}, {other}"

@@ -235,11 +235,15 @@ class _Run:
             mixing += find_mixing(longest[0], whole[0], longer, self.keys, vouched=vouched)[1]
         # Whoever moves data does not expect to be told what else mixes.
         collectives = [one for one in mixing if is_collective(one.kind)]
+        # One message for all operations of a layer that mix in the same way.
+        kinds: dict[tuple[str, str], list[str]] = {}
         for one in dict.fromkeys(collectives or mixing):
-            fix = f"Do it outside, map its axis to None, or assume_independent={(one.kind,)}."
+            kinds.setdefault((one.path, one.what), []).append(one.kind)
+        for (path, what), own in kinds.items():
+            fix = f"Do it outside, map its axis to None, or assume_independent={(*own,)}."
             if collectives:
                 fix = "Write per_device=True: the layer is written for one device's part."
-            problems.add(one.path, f"{one.what} ({one.kind!r})", fix)
+            problems.add(path, f"{what} ({', '.join(map(repr, own))})", fix)
         problems.raise_if_any(ManualRegionError)
         # Somebody vouches for it. JAX splits the cotangent of what it does not track among devices
         # that hold the same, and a rule that is not linear, such as a clip, would see a fraction.

@@ -2,6 +2,7 @@
 
 import html
 import importlib.resources
+import re
 from collections.abc import Sequence
 
 from penzai_shard.reports.quantities import plain_text
@@ -10,6 +11,7 @@ from penzai_shard.reports.text import QUANTITIES, is_bad, row_details, table_cel
 from penzai_shard.reports.tree import Node, Tree
 
 _MOST_ROWS = 250
+_FIGURE = re.compile(r"[\d.,]+ \w+")  # A number and its unit stay on one line.
 _ARROW = '<span class="arrow">-&gt;</span>'  # Browsers break a line after a hyphen.
 
 
@@ -36,7 +38,8 @@ def write_table(report: Report) -> str:
 def _write_row(tag: str, columns: Sequence[Column], texts: Sequence[str], style: str = "") -> str:
     cells = ""
     for column, text in zip(columns, texts, strict=True):
-        side = "number" if column.kind in QUANTITIES else ""
+        side = "figure" if _FIGURE.fullmatch(text) else ""
+        side = "number" if column.kind in QUANTITIES else side
         # Long paths break after a slash.
         shown = html.escape(text).replace("/", "/<wbr>").replace("-&gt;", _ARROW)
         cells += f'<{tag} class="{side}">{shown}</{tag}>'

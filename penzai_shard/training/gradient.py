@@ -216,7 +216,8 @@ def _read_result(result: Any) -> tuple[Any, Any, Any, Any]:
     """Loss, weight, new state and outputs of what a loss function returned."""
     contract = "a loss function gives (loss, new_state, aux):"
     if not isinstance(result, tuple | list) or len(result) != 3:
-        what = f"it returned a {type(result).__name__} and no three values"
+        length = len(result) if isinstance(result, tuple | list) else 1
+        what = f"it returned {length} value{'s' * (length != 1)} and not three"
         raise ShardingError(contract, [Problem("", what, "Return (loss, state, {}).")])
     loss, new_state, aux = result
     read_arrays({"aux": aux, "new_state": new_state}, "A step")

@@ -16,7 +16,7 @@ from penzai_shard.arrays.structure import Leaf, flatten, read_variables
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.meshes import auto_context
-from penzai_shard.paths import join_paths
+from penzai_shard.paths import join_paths, paths_text
 from penzai_shard.reports.report import Column, Report
 from penzai_shard.surgery.equivalence.compare import Allowance, Difference, compare, is_equal
 from penzai_shard.surgery.equivalence.float64 import Float64Run
@@ -147,7 +147,8 @@ def _compare_held(
         own, new = one.of_role(role), other.of_role(role)
         added = [path for path in new if path not in own]
         if added and (allow_added or role == "state"):
-            notes.append(f"Only the edited model has these {group}: {', '.join(added)}.")
+            shown = paths_text(added, len(added))
+            notes.append(f"Only the edited model has these {group}: {shown}.")
         elif added:
             found |= {(group, path): _ADDED for path in added}
         for path, leaf in own.items():
