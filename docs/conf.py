@@ -36,7 +36,7 @@ for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
     shutil.copy(notebook, HERE / "notebooks")
 shutil.copy(HERE.parent / "benchmarks" / "README.md", HERE / "notebooks" / "benchmarks.md")
 
-
+# Where what a page links to in the repository stands for Sphinx.
 LINKS = {
     "../notebooks/": "notebooks/",
     "../benchmarks/README.md": "notebooks/benchmarks.md",
@@ -46,8 +46,8 @@ LINKS = {
 
 def read_links_of_the_repository(app, name, source):
     """Leads the links between pages and notebooks, which hold in the repository, to the copies."""
-    for written, meant in LINKS.items():
-        source[0] = source[0].replace(f"]({written}", f"]({meant}")
+    for in_repository, in_site in LINKS.items():
+        source[0] = source[0].replace(f"]({in_repository}", f"]({in_site}")
 
 
 def setup(app):
