@@ -194,8 +194,9 @@ def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Probl
     # It may be inside, or misspelt.
     inside = sorted(filter(_can_be_read, final.glob("*")))
     beside = {x.name: str(x) for x in filter(_can_be_read, final.parent.glob("*"))}
+    repository = os.fspath(path) if os.fspath(path).count("/") == 1 else "owner/name"
     fix = "Write the path that saving returned, or that of safetensors files, which " + (
-        f"model.save_pretrained or huggingface_hub.snapshot_download({os.fspath(path)!r}) makes."
+        f"model.save_pretrained or huggingface_hub.snapshot_download({repository!r}) makes."
     )
     # Of the steps of a run the newest.
     if found := str(inside[-1]) if inside else beside.get(nearest(final.name, beside) or ""):
