@@ -72,7 +72,7 @@ class Hardware:
             near = nearest(kind, _FIGURES)
             fix = f"Write '{near}:{numbers if is_number else 8}'." if near else _EXAMPLES
             what = f"a name is a kind of device ({', '.join(_FIGURES)}) and a number of them"
-            raise MeshError(headline, [Problem(str(name), what, fix)])
+            raise MeshError(headline, [Problem(kind, what, fix)])
         published, shape = _FIGURES[kind], tuple(map(int, numbers.split("x")))
         count, is_gpu = math.prod(shape), published.between > 0
         # Of one number the slice, or the whole hosts, that come nearest.

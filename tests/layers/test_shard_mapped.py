@@ -268,6 +268,11 @@ def test_call_refuses():
             fsdp(UP, **options)
 
 
+def test_refusal_names_all_operations_of_a_layer_at_once():
+    (problem,) = refuse(fsdp(same(lambda x: jnp.exp(x @ x.T) @ x)))
+    assert "('dot_general', 'exp')" in problem.fix
+
+
 def test_assume_independent():
     layer = same(lambda x: jnp.flip(x, 0))
     assert "'rev'" in refuse(fsdp(layer))[0].fix

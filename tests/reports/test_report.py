@@ -136,6 +136,9 @@ def test_columns_by_kind():
         ["A", "why."],
     ]
     assert report._repr_html_().count('<tr class="bad">') == 1
+    # A figure that stands as text, as in a comparison, stays on one line.
+    figure = Report("Kinds", "", [Column("now")], [("48.0 MiB",)])
+    assert '<td class="figure">48.0 MiB<' in figure._repr_html_()
     assert "hidden 1.0 KiB" in str(report.tree())
     # JSON knows no booleans of NumPy.
     assert json.loads(report.to_json())["rows"][1]["same"] is False
