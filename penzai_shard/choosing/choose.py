@@ -12,7 +12,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from penzai_shard import errors
@@ -139,7 +138,7 @@ def choose_layout(
     pricing = PricedCandidates(workload, on, candidates)
     interrupted = False
     try:
-        pricing.search(compiled, find_spec("rich") is not None if progress is None else progress)
+        pricing.search(compiled, progress)
     except KeyboardInterrupt:
         interrupted = True
         if not pricing.rank():
@@ -322,7 +321,7 @@ class PricedCandidates:
         """Whether nothing can be quicker by more than a hair."""
         return seconds <= self.least * (1 + CERTAIN)
 
-    def search(self, most: int, shown: bool) -> None:
+    def search(self, most: int, shown: bool | None) -> None:
         """Prices what may be best, and compiles what seems so."""
         # A candidate that leaves much whole is nothing to warn of: it holds more.
         quiet = warnings.catch_warnings(action="ignore", category=errors.ShardingWarning)
