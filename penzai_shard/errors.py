@@ -187,7 +187,7 @@ class Problems:
             kind: The kind of the problems.
         """
         for path in {**own, **other}:
-            sides = own.get(path, "absent"), other.get(path, "absent")
+            sides = own.get(path, "nothing"), other.get(path, "nothing")
             if sides[0] != sides[1]:
                 self.add(path, what.format(*sides), fix, kind)
 

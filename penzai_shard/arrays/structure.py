@@ -241,9 +241,9 @@ class Structure:
             dict([*zip(s.paths, s.names, strict=True), *s.statics]) for s in (self, other)
         )
         for path in own | found:
-            here, there = (known.get(path, "absent") for known in (own, found))
+            here, there = (known.get(path, "nothing") for known in (own, found))
             if not same_static(here, there):
-                what = f"axes or setting are {here}, and in the other tree {there}"
+                what = f"axes or setting: one tree has {here}, and the other has {there}"
                 return Problem(path, what, "Keep all as it was.")
         return Problem("", "a container or a setting of a module differs", "Keep it as it was.")
 

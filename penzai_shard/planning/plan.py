@@ -168,7 +168,7 @@ class ShardingPlan(HasReport):
         # By dtypes of devices: NumPy's float64 is planned as the float32 that JAX makes of it.
         planned: dict[str, Any] = {x.path: (x.names, x.shape, x.dtype) for x in self.leaves}
         found: dict[str, Any] = {x.path: (x.names, x.shape, device_dtype(x.dtype)) for x in leaves}
-        what = "names, shape and dtype are {} in the plan, and {} in the tree"
+        what = "names, shape and dtype: the plan has {}, and the tree has {}"
         problems.compare(planned, found, what, fix, "misfit")
         problems.raise_if_any(PlanError)
 
