@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
-from penzai_shard.arrays.kinds import is_array, is_traced
+from penzai_shard.arrays.kinds import is_array, is_deleted, is_traced
 from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import flatten, read_variables, variables_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, ShardingError
@@ -105,12 +105,16 @@ def lower_step(
 
     Raises:
         RuleTypeError: It is no step.
-        ShardingError: Arrays are deleted, traced, no arrays, or do not divide over the mesh; or the
-            step assigns variables that are in none of its arguments.
+        ShardingError: Arrays are traced, no arrays, or do not divide over the mesh; or the step
+            assigns variables that are in none of its arguments.
         MeshError: They lie over different devices.
     """
     step, args, kwargs = _open(step, tuple(args), dict(kwargs))
     _check_step(step, called)
+    given = step, args, kwargs
+    if any(map(is_deleted, jax.tree.leaves(given))):
+        # Of what an earlier step has donated the shape and layout are left, which are enough.
+        step, args, kwargs = jax.tree.map(lambda x: make_struct(x) if is_deleted(x) else x, given)
     layers, found, notes = Layers(), None, []
     unmarked: Any = lambda tree, *_: tree  # noqa: E731
     with _keep_variables(step, called):

@@ -18,7 +18,7 @@ from penzai_shard.arrays.inputs import bound_sharding, find_mesh
 from penzai_shard.arrays.kinds import is_deleted, is_struct, is_traced
 from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.errors import Problems, ShardingError, check_arguments
+from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError, check_arguments
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.training import gradient
 from penzai_shard.training.microbatches import LossCall, read_reductions
@@ -157,10 +157,19 @@ class _Step:
         return new, aux
 
     def _read_state(self, args: tuple[Any, ...]) -> TrainState:
-        is_right = len(args) == 1 and isinstance(args[0], TrainState)
-        fix = "step(state, x=x), with state = TrainState.initial_state(model, optimizer, root_rng)"
-        check_arguments(self.called, {"train_state": (args, is_right, fix)})
+        state, is_right = args[:1], bool(args) and isinstance(args[0], TrainState)
+        fix = f"{self._form}, with state = TrainState.initial_state(model, optimizer, root_rng)"
+        check_arguments(self.called, {"train_state": (state, is_right, fix)})
+        if len(args) > 1:
+            problem = Problem("", "it takes its inputs by keyword", f"Write {self._form}.")
+            raise RuleTypeError(f"{self.called}:", [problem])
         return cast(TrainState, args[0])
+
+    @property
+    def _form(self) -> str:
+        """How the step is called, with the names that the loss function has for its inputs."""
+        names = [n for n in inspect.signature(self.call.loss_fn).parameters if n not in RESERVED]
+        return f"step({', '.join(['state', *(f'{name}={name}' for name in names)])})"
 
     def _put_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = on_auto_twin(inputs)
@@ -230,9 +239,7 @@ class _Step:
         except TypeError as error:
             names = ", ".join((*RESERVED, *inputs))
             what = f"the step calls it by keyword with {names}: {error}"
-            asked = [f"{name}={name}" for name in signature.parameters if name not in RESERVED]
-            fix = f"Write step({', '.join(('state', *asked))}), or def loss_fn({names})."
-            problems.add("", what, fix)
+            problems.add("", what, f"Write {self._form}, or def loss_fn({names}).")
         problems.raise_if_any(ShardingError)
         return leaves
 

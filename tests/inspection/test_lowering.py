@@ -283,21 +283,27 @@ def test_lower_step_refuses_what_is_no_step(step):
 
 
 def test_lower_step_names_all_arrays_that_do_not_fit():
-    x, y, gone = struct(6, 8, spec=P("data")), struct(8, 9, spec=P(None, "model")), jnp.ones(1)
-    gone.delete()
+    x, y = struct(6, 8, spec=P("data")), struct(8, 9, spec=P(None, "model"))
     for step in (jax.jit(lambda argument, b, c=0: b), lambda argument, b, c=0: b):
-        given = {"argument": {"x": x}, "b": {"y": y}, "c": gone}
+        given = {"argument": {"x": x}, "b": {"y": y}}
         found = refused(pzs.ShardingError, lower, step, **given)
         kinds = {path: problem.kind for path, problem in found.items()}
-        assert kinds == {"argument/x": "indivisible", "b/y": "indivisible", "c": ""}
+        assert kinds == {"argument/x": "indivisible", "b/y": "indivisible"}
         lower(step, argument=struct(8), b=1.0)
 
 
-def test_lower_step_refuses_deleted_and_traced_arrays():
+def test_lower_step_takes_a_state_that_was_donated():
     state = initial()
     jax.tree.map(lambda x: x.delete(), state.trained_arrays)
-    for step, args, path in ((STEP, (state,), ""), (lambda state: state, (state,), "state/")):
-        assert problem_paths(pzs.ShardingError, lower, step, *args) == [path + "params/l.weights"]
+    lowered = lower(STEP, state, x=batch())
+    assert lowered.lowered.as_text() == lowered_step().lowered.as_text()
+    lower(jax.jit(lambda state: state), state)
+    lower(lambda state: state, state)
+    with pytest.raises(pzs.ShardingError):
+        STEP(state, x=batch())
+
+
+def test_lower_step_refuses_traced_arrays_and_what_is_none():
     assert problem_paths(pzs.ShardingError, lower, STEP, initial(), x="text") == ["x"]
     inside = jax.jit(lambda x: lower(jax.jit(lambda y: y), x))
     assert problem_paths(pzs.ShardingError, inside, 1.0) == ["y"]
