@@ -151,7 +151,12 @@ MISTAKES = [
     ("sharding_in_a_tree", PlanError, "w",
      "make_plan({'w': sharding}, mesh, {})",
      "make_plan({'w': jax.ShapeDtypeStruct((), 'float32')}, mesh, {})"),
+    ("model_without_key", PlanError, "mlp/Affine_0/Linear.weights",
+     "make_plan(build_mlp(), mesh, {})", "make_plan(build_mlp(FIX), mesh, {})"),
     # Placing
+    ("batch_without_names", PlanError, "x",
+     "shard_batch({'x': x}, mesh, {'batch': 'data'})",
+     "shard_batch({'x': x}, mesh, {'batch': 'data'}, FIX)"),
     ("mesh_without_devices", MeshError, "",
      "place(tree, abstract_mesh, rules)", "place(tree, FIX, rules)"),
     ("shapes_to_place", ShardingError, "up", "place(abstract_model(build), mesh, rules)", "FIX"),
@@ -166,6 +171,9 @@ MISTAKES = [
     # Initialising
     ("model_as_initializer", RuleTypeError, "",
      "sharded_init(model, mesh=mesh, rules={})", "place(model, mesh, {})"),
+    ("model_without_key_as_initializer", RuleTypeError, "",
+     "sharded_init(build_mlp(), mesh=mesh, rules={})",
+     "sharded_init(build_mlp, key, mesh=mesh, rules={})"),
     ("definition_of_penzais_first_api_as_initializer", RuleTypeError, "",
      "sharded_init(definition, mesh=mesh, rules={})",
      "(lambda pz, model: sharded_init(FIX, mesh=mesh, rules={}))(first_api, definition)"),

@@ -5,7 +5,6 @@ model may be larger than one device, and compiling takes no longer for more laye
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,7 +187,7 @@ def _prepare(
         if called == "sharded_init" and any(a is not b for a, b in pairs):
             warn_caller([_LOST_ASSIGNMENT])
         made_leaves, structure = flatten(made)
-        _check_complete(made, made_leaves)
+        _check_complete(made_leaves, structure)
         structures.append(structure)
         return [leaf.value for leaf in made_leaves]
 
@@ -203,19 +202,15 @@ def _enter_contexts() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def _check_complete(made: Any, leaves: Sequence[Leaf]) -> None:
+def _check_complete(leaves: Sequence[Leaf], structure: Structure) -> None:
     """Refuses parameters without values: those of the first API, and those made without a key."""
     problems = Problems("the initialiser left parameters without a value:")
     for leaf in leaves:
         if is_struct(leaf.value):
             fix = "Write initialize_parameters_sharded(model, key, mesh, rules)."
             problems.add(leaf.path, "it is a shape and holds no values", fix)
-    # Penzai puts these where a layer was made without a key.
-    slot = getattr(sys.modules.get("penzai.core.variables"), "ParameterSlot", ())
-    for node in jax.tree_util.tree_leaves(made, is_leaf=lambda node: isinstance(node, slot)):
-        if isinstance(node, slot):
-            fix = "Give the initialiser a key: init_base_rng=jax.random.key(0)."
-            problems.add(str(node.label), "its place is empty", fix)
+    # Those of Penzai's places without a parameter, for instance.
+    problems.extend(structure.problems)
     problems.raise_if_any(ShardingError)
 
 
@@ -224,10 +219,11 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
     reason = find_refusal(initializer)
     if reason is not None:
         raise RuleTypeError(f"{called}:", [Problem("", *reason)])
-    if not callable(initializer) or leaves_of(initializer):
+    leaves, structure = flatten(initializer)
+    if not callable(initializer) or leaves or structure.problems:
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
         fix = f"Write {called}(build, ...), or for a model that exists place(model, mesh, rules)."
-        if any(is_struct(leaf.value) for leaf in leaves_of(initializer)):
+        if any(is_struct(leaf.value) for leaf in leaves):
             # A model of Penzai's first API before it is initialised; place would refuse it, too.
             fix = "Write lambda: pz.nn.initialize_parameters(model, key)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])

@@ -32,6 +32,7 @@ class Request:
         on_unnamed: What to do with an array without names.
         plan: A plan that was made before and is to be carried out.
         is_explicit: Whether the mesh was given with Explicit axes.
+        naming: How the caller names an array without names; by default with ``name_axes``.
     """
 
     called: str
@@ -41,6 +42,7 @@ class Request:
     on_unnamed: OnUnnamed = "error"
     plan: ShardingPlan | None = None
     is_explicit: bool = False
+    naming: str = ""
 
 
 def read(

@@ -184,7 +184,8 @@ class _Planner:
         what = f"this array of shape {leaf.shape} has no logical axis names"
         # Names to paste, which the user then replaces.
         names = tuple(f"axis_{dim}" for dim in range(len(leaf.shape)))
-        fix = f"Name it: name_axes(tree, {{{leaf.path!r}: {names}}}), or w{fix[1:]}."
+        naming = self.request.naming or f"Name it: name_axes(tree, {{{leaf.path!r}: {names}}})"
+        fix = f"{naming}, or w{fix[1:]}."
         if any(rule.logical_axis is None and rule.mesh_axes for rule in self.rules):
             fix = "Write fully_sharded(unnamed='largest')."
         return _WHOLE, "", [Problem("", what, fix, "unnamed")]

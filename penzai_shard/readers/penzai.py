@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 from penzai import pz
-from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
+from penzai.core.variables import (
+    AbstractVariableSlot,
+    AutoStateVarLabel,
+    LabeledVariable,
+    LabeledVariableValue,
+)
 
 from penzai_shard.readers.reader import AxisSizes, Content
 
@@ -130,6 +135,23 @@ class _Variables:
         return node.unfreeze_as_copy()
 
 
+class _Slots:
+    """The empty places of variables, as in a layer that was made without a key."""
+
+    library = "penzai"
+
+    def reads(self, kind: type) -> bool:
+        return issubclass(kind, AbstractVariableSlot)
+
+    def open(self, node: Any) -> Content:
+        fix = "Give the initialiser a key: init_base_rng=jax.random.key(0), or bind the variables."
+        problem = "its place is empty: no variable is bound to it", fix
+        return Content(None, node, label=str(node.label), problem=problem)
+
+    def close(self, template: Any, data: Any) -> Any:
+        return template
+
+
 class _FirstApiTemplate(NamedTuple):
     kind: type
     name: str
@@ -187,4 +209,4 @@ def raw_values(variables: Sequence[Any]) -> list[Any]:
     return [variable._raw_value for variable in variables]
 
 
-READERS = [_NamedArrays(), _NamedArrayViews(), _Variables(), _FirstApiParameters()]
+READERS = [_NamedArrays(), _NamedArrayViews(), _Variables(), _Slots(), _FirstApiParameters()]

@@ -5,6 +5,7 @@ where they are: no row is sent to another process.
 """
 
 import collections
+import dataclasses
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -66,6 +67,8 @@ def shard_batch(
     called = "shard_batch"
     options = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     request = arguments.read(called, mesh, rules, axis_name_to_mesh_name, **options)
+    axes = [rule.logical_axis for rule in request.rules.rules if rule.mesh_axes] or ["batch"]
+    request = dataclasses.replace(request, naming=f"Write first_axis={axes[0]!r}")
     leaves, structure = run_inputs(batch, called, allow_structs=True)
     is_right = not local or on_unnamed != "infer"
     check_arguments(called, {"on_unnamed": (on_unnamed, is_right, "on_unnamed='replicate'")})

@@ -87,6 +87,7 @@ REFUSED = {
         ("n", "build(aux_reduction={'n': 'median'})"),
         ("train_state", "pzs.train_state_sharding(weights(), MESH)"),
         ("train_state", "build()({'x': batch()})"),
+        ("", "build()(initial(), batch())"),
         ("jit", "build(jit=False).lower(initial(), x=batch())"),
         ("", "trainer(initial(), rules={'in': 'data'})"),
         ("on_unnamed", "shard(batch(), local=True, on_unnamed='infer')"),
@@ -120,6 +121,7 @@ REFUSED = {
         # What a loss function gives and does
         ("", "with_loss(lambda m, s, loss: (jnp.ones(3), s, {}))"),
         ("", "with_loss(lambda m, s, loss: None)"),
+        ("", "with_loss(lambda m, s, loss: loss)"),
         ("", "with_loss(lambda m, s, loss: ((loss, jnp.ones(3)), s, {}))"),
         ("", "with_loss(lambda m, s, loss: ({}, s, {}))"),
         ("aux/a", "with_loss(lambda m, s, loss: (loss, s, {'a': 'b'}))"),
