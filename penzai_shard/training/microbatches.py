@@ -210,9 +210,8 @@ def run_microbatches(
         nonlocal aux_form
         (totals, carry), (number, parts) = sums, item
         given = structure.fill_alike([parts.get(i, leaf.value) for i, leaf in enumerate(leaves)])
-        found, carry, aux = function(carry, jax.random.fold_in(rng, number), given)
-        loss, weight, gradients = found
-        found = loss, 1.0 if weight is None else weight, gradients
+        (loss, weight, grads), carry, aux = function(carry, jax.random.fold_in(rng, number), given)
+        found = loss, 1.0 if weight is None else weight, grads
         totals = jax.tree.map(lambda x, own: x + jnp.astype(own, x.dtype), totals, found)
         aux_form = flatten(aux)
         return (totals, carry), [leaf.value for leaf in aux_form[0]]

@@ -18,7 +18,7 @@ from penzai_shard.arrays.inputs import bound_sharding, find_mesh
 from penzai_shard.arrays.kinds import is_deleted, is_struct, is_traced
 from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError, check_arguments
+from penzai_shard.errors import Problems, ShardingError, check_arguments
 from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.training import gradient
 from penzai_shard.training.microbatches import LossCall, read_reductions
@@ -157,13 +157,11 @@ class _Step:
         return new, aux
 
     def _read_state(self, args: tuple[Any, ...]) -> TrainState:
-        state, is_right = args[:1], bool(args) and isinstance(args[0], TrainState)
+        state, *others = args or (None,)
         fix = f"{self._form}, with state = TrainState.initial_state(model, optimizer, root_rng)"
-        check_arguments(self.called, {"train_state": (state, is_right, fix)})
-        if len(args) > 1:
-            problem = Problem("", "it takes its inputs by keyword", f"Write {self._form}.")
-            raise RuleTypeError(f"{self.called}:", [problem])
-        return cast(TrainState, args[0])
+        check_arguments(self.called, {"train_state": (state, isinstance(state, TrainState), fix)})
+        check_arguments(self.called, {"inputs by position": (others, not others, self._form)})
+        return cast(TrainState, state)
 
     @property
     def _form(self) -> str:
@@ -233,9 +231,8 @@ class _Step:
         problems = Problems(f"{self.called} cannot call its loss function:")
         for name in self.input_shardings.keys() - inputs.keys():
             problems.add(name, "input_kwarg_shardings name it, and it is no input", "Give it.")
-        signature = inspect.signature(self.call.loss_fn)
         try:
-            signature.bind(**dict.fromkeys(RESERVED), **inputs)
+            inspect.signature(self.call.loss_fn).bind(**dict.fromkeys(RESERVED), **inputs)
         except TypeError as error:
             names = ", ".join((*RESERVED, *inputs))
             what = f"the step calls it by keyword with {names}: {error}"

@@ -87,7 +87,7 @@ REFUSED = {
         ("n", "build(aux_reduction={'n': 'median'})"),
         ("train_state", "pzs.train_state_sharding(weights(), MESH)"),
         ("train_state", "build()({'x': batch()})"),
-        ("", "build()(initial(), batch())"),
+        ("inputs by position", "build()(initial(), batch())"),
         ("jit", "build(jit=False).lower(initial(), x=batch())"),
         ("", "trainer(initial(), rules={'in': 'data'})"),
         ("on_unnamed", "shard(batch(), local=True, on_unnamed='infer')"),
