@@ -57,8 +57,13 @@ def compute_checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
     Args:
         arrays: Arrays of JAX or NumPy by name; of random keys the numbers.
     """
-    # All programs are started before the first result is waited for.
-    sums = {name: _start_sums(array) for name, array in arrays.items()}
+    # All programs are started before the first result is waited for. Not with several processes:
+    # on CPU devices sums of many arrays at once wait for each other for ever (jax 0.10.2, Gloo).
+    sums = {}
+    for name, array in arrays.items():
+        sums[name] = _start_sums(array)
+        if jax.process_count() > 1:
+            jax.block_until_ready(sums[name])
     return {name: write_checksum([int(lane) for lane in lanes]) for name, lanes in sums.items()}
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.jax_internals.tracing import ClosedJaxpr, Var, is_weak_type, jaxpr_as_fun
 from penzai_shard.placement.split_program import (
     MOST_SMALL_ELEMENTS,
@@ -21,6 +22,7 @@ from penzai_shard.placement.split_program import (
     SplitProgram,
     split_program,
 )
+from penzai_shard.processes.arrays import put
 
 # Bytes that may always be in the making: waiting for each small array takes longer than making it.
 _LEAST_IN_FLIGHT = 2**24
@@ -76,10 +78,16 @@ _Input = tuple[jax.Array, int | None]
 
 def _stack(arrays: Sequence[Any]) -> Any:
     """Arrays of one type as one, made on the host: a program would have as many operands."""
-    if not jax.numpy.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
+    if not is_key_type(arrays[0].dtype):
         return np.stack([np.asarray(array) for array in arrays])
     data: Any = np.stack([np.asarray(jax.random.key_data(key)) for key in arrays])
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[0]))
+
+
+def _put(arrays: Sequence[Any], shardings: Sequence[Sharding | None]) -> list[jax.Array]:
+    """``put``, where shardings may all be ``None``."""
+    chosen = [sharding for sharding in shardings if sharding is not None]
+    return put(arrays, chosen) if chosen else list(jax.device_put(list(arrays)))
 
 
 class _Run:
@@ -105,7 +113,7 @@ class _Run:
         for part in self.parts:
             made = programs[self._signature(part)](*self._inputs_of(part))
             if not part.is_exact:
-                made = jax.device_put(made, [self.shardings[number] for number in part.outputs])
+                made = _put(made, [self.shardings[number] for number in part.outputs])
             outputs.update(zip(part.outputs, made, strict=True))
 
             # Wait before memory is needed for more than about one large array besides.
@@ -134,10 +142,11 @@ class _Run:
             if aval.size <= MOST_SMALL_ELEMENTS and not is_weak_type(aval):
                 stacks.setdefault((aval.shape, aval.dtype, sharding), []).append(variable)
             else:
-                inputs[variable, sharding] = jax.device_put(values[variable], sharding), None
+                (array,) = _put([values[variable]], [sharding])
+                inputs[variable, sharding] = array, None
 
         for (_, _, sharding), variables in stacks.items():
-            stack = jax.device_put(_stack([values[v] for v in variables]), sharding)
+            (stack,) = _put([_stack([values[v] for v in variables])], [sharding])
             inputs.update({(v, sharding): (stack, place) for place, v in enumerate(variables)})
         return inputs
 
@@ -191,7 +200,12 @@ def _place_known(
     known: Mapping[int, Any], shardings: Mapping[int, Sharding | None]
 ) -> dict[int, jax.Array]:
     """Copies of constants, literals and small values, each with its sharding."""
-    placed = {number: jax.device_put(value, shardings[number]) for number, value in known.items()}
+    arrays = _put([*known.values()], [shardings[number] for number in known])
+    placed = dict(zip(known, arrays, strict=True))
     # Not in one step: spreading an array reuses the buffer that it has on one device, whatever
     # may_alias says, and a train step that donates the model would delete the caller's array.
-    return {n: jax.device_put(array, shardings[n], may_alias=False) for n, array in placed.items()}
+    for number, array in placed.items():
+        # JAX copies no typed keys of several processes, and ``put`` has made new ones.
+        if array.is_fully_addressable or not is_key_type(array.dtype):
+            placed[number] = jax.device_put(array, shardings[number], may_alias=False)
+    return placed

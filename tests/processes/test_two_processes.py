@@ -176,6 +176,18 @@ def claim_put_refuses_other_shapes(me):
     assert problem_paths(ShardingError, *call, paths=["b", "w"]) == ["w"]
 
 
+def claim_sharded_init_takes_typed_keys(me):
+    def build(key):
+        w = jax.random.normal(key, (64, 8))
+        return {"w": w, "key": key, "q": jnp.linalg.qr(jnp.eye(8) + 1)[0]}
+
+    options = {"mesh": make_mesh((4, 2)), "rules": {}, "on_unnamed": "replicate"}
+    made = pzs.sharded_init(build, jax.random.key(3), **options)
+    assert made.pop("key").is_fully_replicated
+    for name, array in made.items():
+        check_parts(array, np.asarray(build(jax.random.key(3))[name]), array.sharding)
+
+
 # Claims about checkpoints
 
 NUMBERS = np.random.default_rng(0).normal(size=(16, 24)).astype("float32")
@@ -206,6 +218,13 @@ def claim_both_restore_what_both_saved_in_any_layout(me, folder):
                 check_parts(keys[0], np.asarray(keys[1]), rows)
                 assert restored["key"] == local["key"]
                 assert restored["numpy"].tolist() == [0, 1, 2]
+
+
+def claim_many_arrays_are_saved_again(me, folder):
+    # In the second save all programs are there already.
+    many = put([NUMBERS] * 100, [layout("data")] * 100)
+    for number in range(2):
+        pzs.save_params(folder / "many" / str(number), many)
 
 
 def claim_saves_and_restores_that_differ_are_refused(me, folder):
