@@ -56,6 +56,8 @@ _FRAME = re.compile(r'\("([^"]+)":(\d+):')
 _PATHS = re.compile(r"[\w.]+[/_][\w./]*")
 _OURS = pathlib.Path(__file__).parents[1]
 _LIBRARIES = (*jax.__path__, *penzai.__path__, str(_OURS))
+# Need not be installed: their functions that pin layouts are called by a user's model.
+_OTHERS = re.compile(r"/site-packages/(flax|haliax|equinox)/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,6 +291,6 @@ def _find_line(operation: Operation) -> str:
     for file, line in _FRAME.findall(str(operation.location)):
         if file.startswith(str(_OURS / "inspection")):
             break  # Behind it is who asks, not who wrote the operation.
-        if not file.startswith(_LIBRARIES):
+        if not file.startswith(_LIBRARIES) and not _OTHERS.search(file):
             return f"{pathlib.Path(file).name}:{line}"
     return ""

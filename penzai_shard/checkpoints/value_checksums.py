@@ -58,7 +58,7 @@ def compute_checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
         arrays: Arrays of JAX or NumPy by name; of random keys the numbers.
     """
     # All programs are started before the first result is waited for. Not with several processes:
-    # on CPU devices sums of many arrays at once wait for each other for ever (jax 0.10.2, Gloo).
+    # on CPU devices many sums under way at once wait for each other for ever (jax 0.10.2, Gloo).
     sums = {}
     for name, array in arrays.items():
         sums[name] = _start_sums(array)

@@ -135,8 +135,9 @@ class RecipeMaker:
         # Only such layers can be blocks.
         has_layers = bool(find_matches(self.model, pz.nn.Layer))
         problems = Problems(_HEADLINE)
-        for option in ("blocks", "rematerialise", "manual", "reshard_after_forward"):
-            if getattr(layout, option):
+        for option in ("blocks", "rematerialise", "manual", "reshard_after_forward", "precision"):
+            # Layers of Penzai outside of blocks take a precision.
+            if getattr(layout, option) and not (option == "precision" and has_layers):
                 what = f"it is for layers of Penzai, and the {name} is left to the compiler"
                 fix = "Leave it out, or write blocks=MyBlock." if has_layers else "Leave it out."
                 problems.add(option, what, "Write blocks=()." if option == "blocks" else fix)

@@ -274,7 +274,7 @@ def test_a_model_whose_layers_reduce_where_the_compiler_decides_warns():
     assert edits_and_gathers(layout, weights, EIGHT) == (False, False)
     layout = Layout.fully_sharded(manual=True, rematerialise="dots", precision="bfloat16")
     paths = problem_paths(pzs.ShardingError, layout.recipe, weights, EIGHT)
-    assert paths == ["rematerialise", "manual"]
+    assert paths == ["rematerialise", "manual", "precision"]
 
 
 # Building
