@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
@@ -105,6 +106,10 @@ def of_user(axis):
     return behind(OfData(lambda y: jax.lax.with_sharding_constraint(y, on(axis))))
 
 
+def of_flax(axis):
+    return behind(OfData(lambda y: nn.with_logical_constraint(y, ("b",), [("b", axis)], MESH)))
+
+
 def declared(axis):
     return jax.jit(lambda x, w: x @ w, out_shardings=on(axis)), (small(), small())
 
@@ -130,6 +135,7 @@ CAUSES = {
     "gradient": (lambda a: train(linear(), {"a": a}), GRADIENT, f"{TRAINED}, a"),
     "rolled stack": (roll, "output up", f"{WEIGHTS}, b"),
     "shard_map": (region, "result result", f"shard_map, {line(region, 3)}, None"),
+    "flax": (of_flax, "output up/of_data", f"constraint, {line(of_flax, 1)}, None"),
     "user": (of_user, "output up/of_data", f"constraint, {line(of_user, 1)}, None"),
 }
 
