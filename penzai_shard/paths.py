@@ -111,7 +111,7 @@ def rename(pattern: str, new: str, path: str) -> str | None:
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
-    """The known name that was probably meant, or None. Only texts are compared.
+    """The known name that is most like a name, or None if none is. Only texts are compared.
 
     >>> nearest("embeding", ["embedding", "neurons"])
     'embedding'
@@ -126,7 +126,7 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
 
 
 def fold_key(path: str) -> str:
-    """Equal for paths that differ in their numbers alone."""
+    """Equal for paths that differ only in their numbers."""
     return _NUMBER.sub("*", path)
 
 

@@ -18,8 +18,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def same_static(a: Any, b: Any) -> bool:
     """Whether two static values do the same wherever they are used.
 
-    Functions are the same if their code and all that they hold is, so that two optimizers made
-    alike are one. ``2`` and ``2.0``, ``0.0`` and ``-0.0`` differ, as do arrays of two dtypes.
+    Functions are the same if their code and all that they hold is: two optimizers that are made
+    in the same way are one. ``2`` and ``2.0`` differ, ``0.0`` and ``-0.0``, and arrays of two
+    dtypes.
 
     >>> def scale(factor):
     ...     return lambda x: factor * x

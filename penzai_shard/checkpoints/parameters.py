@@ -217,8 +217,8 @@ def restore_params(
     Args:
         path: A checkpoint of ``save_params``, of ``save_train_state``, whose parameters are taken,
             or of plain Orbax; one of ours in an object store, ``gs://bucket/run`` or
-            ``s3://bucket/run``; or a safetensors file, an index of several, or their folder. Who
-            cuts such a file while it is read ends the process: the system sends SIGBUS.
+            ``s3://bucket/run``; or a safetensors file, an index of several, or their folder. If
+            a safetensors file is cut while it is read, the system ends the process by SIGBUS.
         model: As for ``param_dict``, also with structs for arrays. It is not changed.
         mesh: A mesh, or a plan of the model. Without it arrays go where those of the model are.
         rules: As for ``make_plan``.

@@ -84,7 +84,7 @@ def choose_layout(
             dimension of a plain one is the batch.
         seq: The number of tokens of an example.
         memory: What a step may need on a device, in bytes or as ``"14GiB"``; by default what
-            programs can have. Accelerators are meant: simulated devices hold bfloat16 in 4 bytes.
+            programs can have. Simulated devices hold bfloat16 in 4 bytes, accelerators in 2.
         keep: What is decided: logical axis to mesh axis, to several, or to None for whole.
         hardware: What a mesh or a number is of: ``"v5e"``. ``"cpu"`` are simulated devices.
         names: As for ``Layout``.
@@ -249,7 +249,7 @@ class PricedCandidates:
         self.shares: dict[Hashable, float] = {}
 
     def _kinds(self, number: int) -> list[Hashable]:
-        """What others have in common with it, whose estimates err alike; the closest first."""
+        """What others have in common with it, whose estimates err as its own; the closest first."""
         candidate, (*policy, parts) = self.candidates[number], _way(self.candidates[number])
         run = *policy, parts > 1
         table = run, candidate.mesh_sizes, candidate.layout.compute

@@ -79,8 +79,8 @@ def fit(
     **Stopping.** On Ctrl-C, or the SIGTERM that clusters send, the step under way is finished and
     the state saved. Then ``KeyboardInterrupt`` or ``SystemExit`` is raised, with the state as its
     attribute ``state``. A second Ctrl-C ends at once, but for a checkpoint that is being written.
-    Of several processes all stop after the same step. Signals reach the main thread alone:
-    elsewhere, set ``stop_event``.
+    Of several processes all stop after the same step. Signals reach only the main
+    thread: elsewhere, set ``stop_event``.
 
     Args:
         state: The train state to start from.

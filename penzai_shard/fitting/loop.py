@@ -345,7 +345,7 @@ def _add(total: Any, report: Any) -> Any:
 def stop_requests(event: Any) -> Iterator[Callable[[], str]]:
     """Notes the wish to stop: Ctrl-C, the SIGTERM of clusters, an event.
 
-    A second Ctrl-C does what it would do without. Signals reach the main thread alone.
+    A second Ctrl-C does what it would do without this. Signals reach only the main thread.
 
     Yields:
         A function that gives the reason to stop, or nothing.

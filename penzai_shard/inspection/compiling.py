@@ -52,13 +52,13 @@ class CompiledStep(HasReport):
         text: The program; empty where the compiler refuses it as too large.
         figures: What it needs of one device, as the compiler counts it.
         device_kind: What it is compiled for.
-        memory_limit: The bytes that programs can have on such a device; None if not known.
+        memory_limit: The bytes that programs can have on one device; None if not known.
         recompilation: Arrays for which the second step compiles again: path, and dtype and layout
             before and after.
         topology: The devices, where they are described.
-        exact: What is as in a run on these devices, if it is not compiled for devices here.
-        estimated: What is an estimate then.
-        remarks: By what it was compiled then, and the same in sentences.
+        exact: Of what ``compile_ahead`` gives: what is as in a run on these devices.
+        estimated: Of that too: what is only an estimate.
+        remarks: Of that too: what it is compiled by and for, and the two above, as sentences.
     """
 
     step: LoweredStep

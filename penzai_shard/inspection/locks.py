@@ -63,7 +63,7 @@ _COLUMNS = [Column(name, _KINDS.get(name, "text")) for name in LockRow._fields]
 class ShardingLock(HasReport):
     """What a step is like: layouts, donation, collectives, memory.
 
-    Committed beside a test, it makes the test fail when a change adds a gather or loses a donation,
+    Committed with a test, it makes the test fail when a change adds a gather or loses a donation,
     and the difference of the file shows reviewers what the change costs. The pytest fixture does
     both: ``assert_sharding_lock("train_step", step, state, tokens=tokens)``.
 

@@ -55,7 +55,7 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     """Says for each logical axis whether devices may hold parts of it without talking.
 
     Parameters of the layer stay whole; its state, such as a cache, is split like the inputs. Random
-    streams give each device numbers of its own. Nothing runs: shapes and abstract models will do.
+    streams give each device other numbers. Nothing runs: shapes and abstract models will do.
 
     The layer is traced at the length that the inputs have, at lengths that they do not have, so
     that an axis of length 1 gets an answer too, and at the length of a part.

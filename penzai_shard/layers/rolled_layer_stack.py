@@ -55,7 +55,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             * what ``Checkpointed`` takes, for what is kept inside of each layer.
 
     Raises:
-        RuleTypeError: There is no such policy, or a number of layers is none.
+        RuleTypeError: There is no policy of that name, or a number is not a positive integer.
 
     >>> layer = pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)])
     >>> float(RolledLayerStack(layer, stack_axis="layers", stack_axis_size=3)(1.0))
@@ -89,7 +89,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             policy: As for the class.
 
         Raises:
-            RuleTypeError: It is no stack, there is no such policy, or ``unroll`` is no number.
+            RuleTypeError: It is no stack; or as for the layer itself.
         """
         if not isinstance(stack, pz.nn.LayerStack):
             what = f"a {type(stack).__name__} is no pz.nn.LayerStack"

@@ -201,11 +201,11 @@ def _longer_or_shorter(name: Hashable, others: Collection[Hashable]) -> set[Hash
 
 
 def find_near_name(rule: Rule, rules: AxisRules, present: Collection[Hashable]) -> str | None:
-    """The logical axis that a rule may mean whose own is not there; None if there is none like it.
+    """The logical axis whose name is nearly that of a rule, which has none itself; None if none is.
 
     Args:
         rule: One of the rules.
-        rules: The rules. What another one names is not meant.
+        rules: All rules. What another one names is not looked at.
         present: The logical axes that there are.
     """
     if rule.logical_axis in present:

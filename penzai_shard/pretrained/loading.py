@@ -55,10 +55,10 @@ def load_safetensors(
     """Loads weights as Hugging Face has them straight onto a mesh.
 
     Without ``into`` it makes Penzai's model of the weights' ``config.json``: of Llama, Mistral,
-    Gemma 1 to 3 and GPT-NeoX, of which each family has logical axes of its own: all have
-    ``vocabulary``, ``embedding``, ``neurons`` and ``projection``, and ``heads`` or, where several
-    queries share keys, ``head_groups`` and ``query_heads``; a stack has ``blocks``. With ``into``
-    it fills any model. Neither torch nor transformers is needed.
+    Gemma 1 to 3 and GPT-NeoX. The logical axes of its arrays are ``vocabulary``, ``embedding``,
+    ``neurons`` and ``projection``, and ``heads`` or, where several queries share keys,
+    ``head_groups`` and ``query_heads``; a stack has ``blocks``, too. With ``into`` it fills any
+    model. Neither torch nor transformers is needed.
 
     Args:
         path: A safetensors file, an index of several, or their folder.
@@ -66,7 +66,7 @@ def load_safetensors(
             those of ``into`` are.
         rules: As for ``make_plan``.
         config: Attributes, the path of a ``config.json`` or of its folder, or a published name; by
-            default the ``config.json`` beside the weights.
+            default the ``config.json`` in the weights' folder.
         into: A model to fill, as for ``restore_params``. It is not changed.
         dtype: What numbers with a fraction become while they are read; Penzai's models are of
             bfloat16 or float32. By default they stay what they are, or become what ``into`` has if
