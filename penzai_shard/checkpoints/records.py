@@ -194,14 +194,16 @@ def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Probl
     # It may be inside, or misspelt.
     inside = sorted(filter(_can_be_read, final.glob("*")))
     beside = {x.name: str(x) for x in filter(_can_be_read, final.parent.glob("*"))}
-    repository = os.fspath(path) if os.fspath(path).count("/") == 1 else "owner/name"
-    fix = "Write the path that saving returned, or that of safetensors files, which " + (
-        f"model.save_pretrained or huggingface_hub.snapshot_download({repository!r}) makes."
-    )
+    fix = "Write the path that saving returned, or that of safetensors files."
+    text = os.fspath(path)
+    if text.count("/") == 1 and not final.exists():
+        # It may be the name of a repository.
+        fix = f"Write the path that saving or huggingface_hub.snapshot_download({text!r}) returned."
     # Of the steps of a run the newest.
     if found := str(inside[-1]) if inside else beside.get(nearest(final.name, beside) or ""):
         fix = f"Write {found!r}."
-    return Problem(str(final), "it is no checkpoint", fix)
+    what = "it is no checkpoint" if final.exists() else "nothing is there"
+    return Problem(str(final), what, fix)
 
 
 def _can_be_read(path: pathlib.Path) -> bool:

@@ -153,7 +153,7 @@ def _has_weights_only(folder: pathlib.Path) -> bool:
     for file in files:
         if not file.name.endswith(SUFFIX) and file.name not in (INDEX, CONFIG):
             fix = "Move it away, or save to another path."
-            refuse_save(file, "it is in the folder, and is none of such weights", fix)
+            refuse_save(file, "it is in the folder, and is no file of weights", fix)
     return bool(files)
 
 
