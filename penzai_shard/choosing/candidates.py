@@ -22,7 +22,7 @@ from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layouts.axis_roles import FoundRoles, axes_of_role
 from penzai_shard.layouts.layout import Layout
-from penzai_shard.layouts.presets import MIN_SIZE, TABLES, add_unknown
+from penzai_shard.layouts.presets import TABLES, add_unknown, split_largest
 from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
 from penzai_shard.readers.penzai import make_named
 from penzai_shard.rules import AxisRules, Rule, data_parallel, decide
@@ -372,7 +372,8 @@ class _Maker:
         if not sane:
             self.left_out[f"mesh axis {' or '.join(map(repr, use.model))} has no use"] += 1
         options: dict[str, Any] = {"names": self.names, "blocks": self.workload.blocks}
-        known, of_all = {"batch", "seq", *self.split}, _split_largest(use.batch)
+        known = {"batch", "seq", *self.split}
+        of_all = split_largest(use.batch) if use.batch else None
         rest = [(name, over) for name, over in self.kept.items() if name not in known]
         kept = AxisRules([(x, over) for name, over in rest for x in axes_of_role(name, self.names)])
         for picked in sane:
@@ -382,11 +383,11 @@ class _Maker:
             stored = [] if is_merged else [AxisRules({})]
             for over in (use.batch[start:] for start in range(is_merged, len(use.batch))):
                 stored += [AxisRules({"embedding": over})] if self._has("embedding") else []
-                stored += [_split_largest(over)]
+                stored += [split_largest(over)]
             for own in stored:
                 options |= {"parameters": used | kept | own, "compute": use.of_batch | used}
                 yield Layout(**options)
-                if use.batch and own != of_all:
+                if of_all is not None and own != of_all:
                     yield Layout(**options, optimizer=used | of_all)
 
     def _find_specs(self, candidate: Candidate) -> dict[str, Any] | None:
@@ -412,9 +413,3 @@ class _Maker:
                 yield None
             elif self.has_blocks and any(length % parts == 0 for length in lengths):
                 yield use.of_batch | data_parallel(over, "seq")
-
-
-def _split_largest(over: tuple[str, ...]) -> AxisRules:
-    """Rules for the largest dimension: over all mesh axes or, if none divides, over each."""
-    each = dict.fromkeys((over, *((axis,) for axis in over)))
-    return AxisRules([Rule(None, axes, min_size=MIN_SIZE) for axes in each])

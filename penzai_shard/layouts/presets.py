@@ -210,9 +210,9 @@ class LayoutPresets:
             first = ("vocabulary",) if vocabulary == "auto" else ()
             split |= split_axes(model, (*first, "neurons", "heads"))
         return cls(  # type: ignore[call-arg]
-            parameters=split | _split_largest(parameters, *sizes) if parameters else split,
+            parameters=split | split_largest(parameters, *sizes) if parameters else split,
             compute=data_parallel(batch) | split,
-            optimizer=split | _split_largest(optimizer, *sizes) if optimizer else None,
+            optimizer=split | split_largest(optimizer, *sizes) if optimizer else None,
             **fields,
             **given,
         )
@@ -221,7 +221,7 @@ class LayoutPresets:
 PRESETS = [name for name in vars(LayoutPresets) if not name.startswith("_")]
 
 
-def _split_largest(axes: MeshAxes, min_size: int, unnamed: Any) -> AxisRules:
+def split_largest(axes: MeshAxes, min_size: int = MIN_SIZE, unnamed: Any = None) -> AxisRules:
     """Rules for the largest dimension: over all mesh axes or, if none divides, over each."""
     rules = fully_sharded(axes, min_size, unnamed)
     for axis in rules.rules[0].mesh_axes:
