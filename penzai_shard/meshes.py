@@ -68,7 +68,7 @@ def make_mesh(
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(lengths)
     if wanted != len(available):
-        what = f"{mesh_text(sizes)} needs {wanted} devices, and there are {len(available)}"
+        what = f"the number of devices is {len(available)}, and {mesh_text(sizes)} needs {wanted}"
         fitting = dict.fromkeys(sizes, 1) | {names[0]: len(available)}
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} JAX_PLATFORMS=cpu"
         other = f"or start Python, or the kernel of a notebook, with {flag}."

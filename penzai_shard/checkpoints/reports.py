@@ -145,7 +145,7 @@ def compare_checkpoints(first: Any, second: Any) -> Report:
     differ = f"array{'s' * (len(names) != 1)} differ{'s' * (len(rows) == 1)}"
     verdict = f"{len(rows):,} of {len(names):,} {differ}: {said}"
     if not rows:
-        verdict = f"all {len(names):,} arrays are equal"
+        verdict = f"all {len(names):,} arrays are equal" if len(names) != 1 else "1 array is equal"
     if unknown := sum(None in (one[name].values, two[name].values) for name in both):
         verdict += f"; of {unknown:,} no values were compared, as they are shapes on one side"
     return Report("Comparison", verdict, _COMPARED, rows, ok=not rows)

@@ -244,7 +244,7 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
         problems.add("devices", f"it is a {type(devices).__name__}", _EXAMPLES)
     elif is_number and hardware is None:
         fix = "Write hardware='v5e', or hardware='cpu' for simulated devices."
-        problems.add("devices", f"how fast these {count:,} devices are is not known", fix)
+        problems.add("devices", f"how fast these devices ({count:,}) are is not known", fix)
     elif not is_number and hardware is not None:
         problems.add("hardware", f"{devices!r} says what they are already", "Leave it out.")
     elif not isinstance(hardware, str | None):

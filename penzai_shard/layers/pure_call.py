@@ -80,7 +80,7 @@ class PureCall:
                 path = ", ".join(structure.paths[variable.leaves])
                 problems.add(path, "the layer returns a mutable variable", "Return its value.")
         if len(before) != len(after):
-            what = f"the layer has {len(before)} variables before the call and {len(after)} after"
+            what = f"its variables are {len(before)} before the call, and {len(after)} after it"
             problems.add("", what, "Make all variables with the layer, or call strip(model).")
         problems.raise_if_any(ShardingError)
         pairs = enumerate(zip(before, after, strict=True))

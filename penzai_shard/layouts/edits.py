@@ -31,7 +31,7 @@ from penzai_shard.surgery.edits import Edit, find_matches, wrap
 from penzai_shard.surgery.recipe import Recipe
 from penzai_shard.surgery.rewriting import is_layer
 from penzai_shard.surgery.standard_recipes import keep_axis_order, manual_fsdp, mixed_precision
-from penzai_shard.surgery.where import ROOT, Place, Where
+from penzai_shard.surgery.where import ROOT, Place, Where, type_names
 
 _BLOCKS = (TransformerBlock,)
 _REGIONS = (pz.nn.Attention, pz.nn.KVCachingAttention, TransformerFeedForward)
@@ -66,6 +66,15 @@ def lay_out(
     if inputs or outputs:
         layer = ConstrainActivations(layer, mesh, inputs, outputs)
     return layer
+
+
+def _describe(**options: Any) -> str:
+    """The wrappers of ``lay_out``, for the text of an edit."""
+    *names, _ = type_names(lay_out(pz.nn.Identity(), **options))
+    return "(".join(names) + "(...)" + ")" * (len(names) - 1)
+
+
+lay_out.describe = _describe  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)

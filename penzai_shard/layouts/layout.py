@@ -371,6 +371,6 @@ def _find_whole(plan: ShardingPlan) -> list[str]:
 
     fix = "Pad them, or write data=('data', 'more') on a mesh of which each mesh axis divides one."
     return [
-        f"{len(whole)} arrays are whole on every device, such as {whole[0].path} {whole[0].shape}: "
-        f"rule {rule} ({parts}) divides none of their dimensions. {fix}"
+        f"arrays that are whole on every device: {len(whole)}, such as {whole[0].path} "
+        f"{whole[0].shape}, of which rule {rule} ({parts}) divides no dimension. {fix}"
     ]

@@ -158,7 +158,7 @@ def _check_signature(function: Any, args: Sequence[Any], problems: Problems) -> 
     try:
         signature.bind(*args)
     except TypeError:
-        what = f"is called with params and {len(args) - 1} inputs, and takes {signature}"
+        what = f"is called with params and inputs ({len(args) - 1}), and takes {signature}"
         fix = "Write a lambda of params and the inputs that calls it with all it takes."
         problems.add("function", what, fix, "arguments")
 

@@ -222,9 +222,8 @@ class ShardingPlan(HasReport):
         if unused and self.leaves:
             notes.append(f"no array is split over mesh axis {' or '.join(unused)}")
         if self.others:
-            notes.append(f"{len(self.others):,} leaves are no arrays and stay as they are")
+            notes.append(f"leaves that are no arrays stay as they are: {len(self.others):,}")
         left = sum(leaf.spec is None for leaf in self.leaves)
         if left:
-            are = "arrays without names are" if left > 1 else "array without names is"
-            notes.append(f"{left:,} {are} left to JAX")
+            notes.append(f"arrays without names are left to JAX: {left:,}")
         return tuple(notes)

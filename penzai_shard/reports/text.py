@@ -13,8 +13,13 @@ from penzai_shard.reports.report import Column, Report
 QUANTITIES = frozenset({"bytes", "count", "seconds", "percent"})
 _GAP = "  "
 _INDENT = "    "
-_WORDS = re.compile(r"\S+\s*|\s+")
-_PATH_PIECES = re.compile(r"[^\s/]*/|[^\s/]+\s*|\s+")
+_PIECES = {
+    "": re.compile(r"\S+\s*|\s+"),
+    # After a slash, and in long labels after all dots but the last.
+    "path": re.compile(r"[^\s/.]*\.(?=[^\s/]*\.)|[^\s/]*/|[^\s/]+\s*|\s+"),
+    # After the bracket of a call too, as in the names of several wrappers.
+    "text": re.compile(r"(?:[^\s(]|(?<!\w)\()+(?:\(|\s*)|\(|\s+"),
+}
 
 
 def write_lines(report: Report, width: int) -> Iterator[str]:
@@ -56,18 +61,20 @@ def row_details(report: Report, row: tuple[object, ...]) -> list[str]:
     return [c.text(row[i]) for i, c in enumerate(report.columns) if c.kind == "detail" and row[i]]
 
 
-def _pieces(text: str, is_path: bool) -> list[str]:
-    return (_PATH_PIECES if is_path else _WORDS).findall(text)
+def _pieces(text: str, kind: str) -> list[str]:
+    return _PIECES.get(kind, _PIECES[""]).findall(text)
 
 
-def wrap(text: str, width: int, is_path: bool = False, indent: str = "") -> list[str]:
+def wrap(text: str, width: int, kind: str = "", indent: str = "") -> list[str]:
     """Text in lines of at most ``width`` characters, with an indent; at least one line.
 
-    >>> wrap("decoder/block_0/attention", 16, is_path=True)
+    What stands in a column breaks as its kind does, all else at spaces.
+
+    >>> wrap("decoder/block_0/attention", 16, "path")
     ['decoder/block_0/', 'attention']
     """
     lines = [indent]
-    for piece in _pieces(text, is_path):
+    for piece in _pieces(text, kind):
         if lines[-1] != indent and len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append(indent)
         lines[-1] += piece
@@ -78,14 +85,20 @@ def _column_widths(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
 ) -> list[int] | None:
     """The widths of the columns, the widest cut first; None if a word would be broken."""
-    natural, least = [], []
-    for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
-        natural.append(max(map(len, texts)))
-        pieces = [p.rstrip() for text in texts for p in _pieces(text, column.kind == "path")]
-        # A number and its unit stay together.
-        least.append(natural[-1] if column.kind in QUANTITIES else max(map(len, pieces)))
+    texts_of = [*zip(*rows, strict=True)]
+    natural = [max(map(len, texts)) for texts in texts_of]
     room = width - len(_GAP) * (len(columns) - 1)
-    if sum(least) > room:
+    # Within calls cells break only where there is no table without.
+    for with_calls in (False, True):
+        least = []
+        for column, size, texts in zip(columns, natural, texts_of, strict=True):
+            kind = "" if column.kind == "text" and not with_calls else column.kind
+            pieces = [p.rstrip() for text in texts for p in _pieces(text, kind)]
+            # A number and its unit stay together.
+            least.append(size if kind in QUANTITIES else max(map(len, pieces)))
+        if sum(least) <= room:
+            break
+    else:
         return None
     # The widest give way first: mostly paths and reasons, which break well.
     cap = max(natural)
@@ -98,10 +111,7 @@ def _write_row(
     columns: Sequence[Column], texts: Sequence[str], widths: Sequence[int] | None, width: int
 ) -> Iterator[str]:
     if widths:
-        wrapped = [
-            wrap(text, w, c.kind == "path")
-            for c, text, w in zip(columns, texts, widths, strict=True)
-        ]
+        wrapped = [wrap(text, w, c.kind) for c, text, w in zip(columns, texts, widths, strict=True)]
         for number in range(max(map(len, wrapped))):
             cells = [lines[number] if number < len(lines) else "" for lines in wrapped]
             cells = [
@@ -111,7 +121,7 @@ def _write_row(
             yield _GAP.join(cells).rstrip()
         return
     # Too narrow for columns: the path, and each other value on a line of its own.
-    yield from wrap(texts[0], width, columns[0].kind == "path")
+    yield from wrap(texts[0], width, columns[0].kind)
     for column, text in zip(columns[1:], texts[1:], strict=True):
         if text:
             yield from wrap(f"{column.name}: {text}", width, indent=_INDENT)

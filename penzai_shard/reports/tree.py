@@ -136,7 +136,7 @@ class Tree:
         verdict, *notes = [("", plain_text(t)) for t in (self.report.verdict, *self.report.notes)]
         lines: list[str] = []
         for indent, text in [verdict, *self._sentences(self.root, ""), *notes]:
-            first, *rest = wrap(text, width - len(indent) - len(_HANG), is_path=True)
+            first, *rest = wrap(text, width - len(indent) - len(_HANG), "path")
             lines += [indent + first, *(indent + _HANG + line for line in rest)]
         return "\n".join(lines)
 

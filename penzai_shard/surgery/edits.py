@@ -56,8 +56,12 @@ class Edit:
 
     def __repr__(self) -> str:
         place, *around = self.where.texts()
-        parts = [place, value_text(self.what), *around]
-        parts += [f"{name}={value_text(value)}" for name, value in self.options]
+        made, options = value_text(self.what), self.options
+        # A function that puts several wrappers around a layer names them by itself.
+        if hasattr(self.what, "describe"):
+            made, options = self.what.describe(**dict(options)), ()
+        parts = [place, made, *around]
+        parts += [f"{name}={value_text(value)}" for name, value in options]
         parts += ["nested=True"] if self.nested else []
         parts += [] if self.expect is None else [f"expect={self.expect}"]
         return f"{self.verb}({', '.join(parts)})"
@@ -372,7 +376,7 @@ def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
         more = ", ..." if len(known) > len(shown) else ""
         return f"types of the model: {', '.join(shown)}{more}", "Name one of them."
     if not isinstance(what, str):
-        return f"the predicate is false for all {len(layers)} layers", "Correct it."
+        return f"the predicate is false for every layer ({len(layers)})", "Correct it."
     places = {x for own in layers for x in (own.path, *(f"**/{n}" for n in names_of(own.before)))}
     holding = (place for place in sorted(places) if what.split("/")[-1] in place)
     place = nearest("/".join(pattern_parts(what)), sorted(places)) or next(holding, None)

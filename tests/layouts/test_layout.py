@@ -219,7 +219,7 @@ def test_a_sequence_of_other_layers_is_gathered_layer_by_layer(layout):
     model, x = build_blocks(), pz.nx.ones({"batch": 8, "embed": 8})
     recipe = layout.recipe(model, TWO)
     # What the blocks are is there to be read.
-    assert "wrap(Block, lay_out" in str(recipe)
+    assert "wrap(Block, ConstrainActivations(GatherParameters(...))" in str(recipe)
     edited = recipe.apply(model)
     for kind in (pzs.ConstrainActivations, pzs.GatherParameters, Block):
         assert pz.select(edited).at_instances_of(kind).count() == 2
