@@ -61,14 +61,18 @@ class ShardingError(ValueError):
         alike: dict[tuple[str, str], list[str]] = {}
         for problem in self.problems:
             alike.setdefault((problem.what, problem.fix), []).append(problem.path)
+        fixes = [*{fix for _, fix in alike}]
+        # One fix for several facts is said once, below them.
+        shared = fixes if len(fixes) == 1 < len(alike) and fixes[0] else []
         lines = [
-            _line(paths_text(paths, _MOST_PATHS), *sentences) for sentences, paths in alike.items()
+            _line(paths_text(paths, _MOST_PATHS), what, "" if shared else fix)
+            for (what, fix), paths in alike.items()
         ]
         if len(lines) > _MOST_LINES:
             hidden = len(lines) - _MOST_LINES
             lines = [*lines[:_MOST_LINES], f"and {hidden:,} more; all are in error.problems"]
         is_of_whole = len(lines) == 1 and not self.problems[0].path
-        return (" " if is_of_whole else "\n  ").join([self.args[0], *lines])
+        return (" " if is_of_whole else "\n  ").join([self.args[0], *lines, *shared])
 
 
 class RuleTypeError(ShardingError, TypeError):

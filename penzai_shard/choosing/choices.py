@@ -259,7 +259,7 @@ class Choices(HasReport, Sequence[Choice]):
             near = min(quicker, key=lambda each: (each.memory_bytes, each.candidate.words))
             lacks = bytes_text(near.memory_bytes / (1 - self.free) - self.memory_limit)
             word = "may" if near.priced_by == "estimated" else "would"
-            free = f", of all {100 * self.free:.0f} % free" if self.free else ""
+            free = f", so that {100 * self.free:.0f} % stay free" if self.free else ""
             needed = f"with {lacks} more on each device{free}"
             yield f"Memory limits: {needed}, this {word} fit: {near!r}."
         elif time.send > max(time.compute, time.update):

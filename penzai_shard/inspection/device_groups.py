@@ -110,7 +110,7 @@ def mesh_axes(
     >>> mesh_axes(((0, 1), (2, 3)), (("data", 2), ("model", 2)))
     (('model',), 'model')
     >>> mesh_axes(((0, 1), (2, 3)), (("data", 4),))
-    (('data',), 'data (2 of 4, 1 apart)')
+    (('data',), 'data (in 2 groups of 2, neighbours)')
     """
     names, shape = [name for name, _ in mesh], [size for _, size in mesh]
     groups = tuple(group for group in groups if len(set(group)) > 1)
@@ -140,6 +140,7 @@ def mesh_axes(
 
 
 def _part_text(steps: Sequence[int], size: int) -> str:
-    """Which part of an axis steps are, ``"2 of 4, 1 apart"``."""
+    """Which part of an axis steps are, ``"in 2 groups of 2, neighbours"``."""
     distances = sorted({b - a for a, b in itertools.pairwise(steps)})
-    return f"{len(steps)} of {size}, {' and '.join(map(str, distances))} apart"
+    where = "neighbours" if distances == [1] else f"{' and '.join(map(str, distances))} apart"
+    return f"in {size // len(steps)} groups of {len(steps)}, {where}"

@@ -98,10 +98,13 @@ class HasReport:
             raise SelectionError("largest:", [Problem("", f"there is no column {column!r}", fix)])
         index = names.index(column)
         rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
-        kept, rest = rows[:count], rows[count:]
-        if rest:
+        kept, others = rows[:count], rows[count:]
+        # What is taken off, as donated bytes are, is no part of the others.
+        taken_off = [row for row in others if (row[index] or 0) < 0]
+        if rest := others[: len(others) - len(taken_off)]:
             _, *sums = add_rows(report.columns, rest)
             kept.append((f"({len(rest):,} more)", *sums))
+        kept += taken_off
         return dataclasses.replace(report, rows=kept, collapse=False)
 
     def compare(self, before: "HasReport", *, tolerance: float = 0.0) -> "Report":

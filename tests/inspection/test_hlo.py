@@ -188,9 +188,13 @@ def test_read_groups(text):
     [
         (((6, 2, 0, 4), (1, 3, 5, 7)), ("data",), "data"),
         (tuple((i,) for i in range(8)), (), "no mesh axis"),
-        (((0, 2), (4, 6), (1, 3), (5, 7)), ("data",), "data (2 of 4, 1 apart)"),
-        (HALVES, ("data",), "data (2 of 4, 2 apart)"),
-        (((0, 1, 2, 3), (4, 5, 6, 7)), ("data", "model"), "data (2 of 4, 1 apart)+model"),
+        (((0, 2), (4, 6), (1, 3), (5, 7)), ("data",), "data (in 2 groups of 2, neighbours)"),
+        (HALVES, ("data",), "data (in 2 groups of 2, 2 apart)"),
+        (
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+            ("data", "model"),
+            "data (in 2 groups of 2, neighbours)+model",
+        ),
         (((0, 3), (1, 2), (4, 7), (5, 6)), None, "devices that are not along mesh axes"),
         (((0, 6), (1, 4)), None, "devices that are not along mesh axes"),
         # Pairs of a permute.

@@ -63,9 +63,9 @@ FACTS = {
         ("collective-permute", "data (4 of 8 devices send)", ELEMENTS, 1, False),
     ],
     "parts_of_axes": [
-        ("all-reduce", "data (2 of 4, 1 apart)", ELEMENTS, 1, False),
-        ("all-reduce", "data (2 of 4, 2 apart)", ELEMENTS, 1, False),
-        ("all-reduce", "data (2 of 4, 1 apart)+model", ELEMENTS, 1, False),
+        ("all-reduce", "data (in 2 groups of 2, neighbours)", ELEMENTS, 1, False),
+        ("all-reduce", "data (in 2 groups of 2, 2 apart)", ELEMENTS, 1, False),
+        ("all-reduce", "data (in 2 groups of 2, neighbours)+model", ELEMENTS, 1, False),
     ],
     "loops": [
         ("all-reduce", "data", ELEMENTS, 5 * 3, False),

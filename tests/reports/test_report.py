@@ -1,5 +1,6 @@
 """One report, many views: the same numbers in all of them, at any width, whatever the text."""
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -194,6 +195,10 @@ def test_largest_sums_up_the_rest():
     assert [row["path"] for row in rows] == paths
     assert (rows[2]["x"], rows[2]["names"]) == (24, None)
     assert sum(row["bytes"] for row in rows) == sum(row[3] for row in report.rows)
+    # What is taken off stands by itself.
+    taken = dataclasses.replace(report, rows=[*report.rows, ("donated", None, None, -8, None)])
+    rows = taken.largest("bytes", 2).to_data()["rows"]
+    assert [row["path"] for row in rows] == [*paths, "donated"]
     with pytest.raises(SelectionError):
         report.largest("byte", 2)
 
