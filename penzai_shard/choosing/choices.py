@@ -258,10 +258,9 @@ class Choices(HasReport, Sequence[Choice]):
         if quicker:
             near = min(quicker, key=lambda each: (each.memory_bytes, each.candidate.words))
             lacks = bytes_text(near.memory_bytes / (1 - self.free) - self.memory_limit)
-            word = "may" if near.priced_by == "estimated" else "would"
+            word = "this may" if near.priced_by == "estimated" else "this would"
             free = f", so that {100 * self.free:.0f} % stay free" if self.free else ""
-            needed = f"with {lacks} more on each device{free}"
-            yield f"Memory limits: {needed}, this {word} fit: {near!r}."
+            yield f"Memory limits: with {lacks} more on each device{free}, {word} fit: {near!r}."
         elif time.send > max(time.compute, time.update):
             axis = max(time.by_mesh_axis, key=lambda axis: time.by_mesh_axis[axis])
             spent = best.spending

@@ -74,7 +74,7 @@ def _describe(**options: Any) -> str:
     return "(".join(names) + "(...)" + ")" * (len(names) - 1)
 
 
-lay_out.describe = _describe  # type: ignore[attr-defined]
+lay_out.describe_edit = _describe  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,11 @@ class RecipeMaker:
                 fix = "Leave it out, or write blocks=MyBlock." if has_layers else "Leave it out."
                 problems.add(option, what, "Write blocks=()." if option == "blocks" else fix)
         problems.raise_if_any(RuleTypeError)
-        gathers = self._gathering is not None and self._is_pinned
+        # Layers of Penzai's first API are none that an edit gathers for.
+        is_first_api = any(
+            "penzai.deprecated" in kind.__module__ for kind in type(self.model).mro()
+        )
+        gathers = self._gathering is not None and (self._is_pinned or is_first_api)
         if layout.blocks is None and (gathers or self.found.split_in_layers):
             # Otherwise gradients are summed, and there is one way to do that.
             fact = f"a layout knows no layers of the {name}: the compiler decides where it reduces"

@@ -223,7 +223,6 @@ class ShardingPlan(HasReport):
             notes.append(f"no array is split over mesh axis {' or '.join(unused)}")
         if self.others:
             notes.append(f"leaves that are no arrays stay as they are: {len(self.others):,}")
-        left = sum(leaf.spec is None for leaf in self.leaves)
-        if left:
+        if left := sum(leaf.spec is None for leaf in self.leaves):
             notes.append(f"arrays without names are left to JAX: {left:,}")
         return tuple(notes)

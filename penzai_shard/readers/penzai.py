@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from penzai import pz
-from penzai.core.variables import (
-    AbstractVariableSlot,
-    AutoStateVarLabel,
-    LabeledVariable,
-    LabeledVariableValue,
-)
+from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
 from penzai_shard.readers.reader import AxisSizes, Content
 
@@ -141,12 +136,11 @@ class _Slots:
     library = "penzai"
 
     def reads(self, kind: type) -> bool:
-        return issubclass(kind, AbstractVariableSlot)
+        return issubclass(kind, pz.ParameterSlot | pz.StateVariableSlot)
 
     def open(self, node: Any) -> Content:
         fix = "Give the initialiser a key: init_base_rng=jax.random.key(0), or bind the variables."
-        problem = "its place is empty: no variable is bound to it", fix
-        return Content(None, node, label=str(node.label), problem=problem)
+        return Content(None, node, label=str(node.label), problem=("its place is empty", fix))
 
     def close(self, template: Any, data: Any) -> Any:
         return template

@@ -98,14 +98,13 @@ class HasReport:
             raise SelectionError("largest:", [Problem("", f"there is no column {column!r}", fix)])
         index = names.index(column)
         rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
-        kept, others = rows[:count], rows[count:]
-        # What is taken off, as donated bytes are, is no part of the others.
-        taken_off = [row for row in others if (row[index] or 0) < 0]
-        if rest := others[: len(others) - len(taken_off)]:
+        rest = [row for row in rows[count:] if (row[index] or 0) >= 0]
+        # What is taken off, as donated bytes are, comes last and stands by itself.
+        kept, taken_off = rows[:count], rows[count + len(rest) :]
+        if rest:
             _, *sums = add_rows(report.columns, rest)
             kept.append((f"({len(rest):,} more)", *sums))
-        kept += taken_off
-        return dataclasses.replace(report, rows=kept, collapse=False)
+        return dataclasses.replace(report, rows=[*kept, *taken_off], collapse=False)
 
     def compare(self, before: "HasReport", *, tolerance: float = 0.0) -> "Report":
         """What differs from an earlier report with the same columns.

@@ -58,8 +58,8 @@ class Edit:
         place, *around = self.where.texts()
         made, options = value_text(self.what), self.options
         # A function that puts several wrappers around a layer names them by itself.
-        if hasattr(self.what, "describe"):
-            made, options = self.what.describe(**dict(options)), ()
+        if hasattr(self.what, "describe_edit"):
+            made, options = self.what.describe_edit(**dict(options)), ()
         parts = [place, made, *around]
         parts += [f"{name}={value_text(value)}" for name, value in options]
         parts += ["nested=True"] if self.nested else []
