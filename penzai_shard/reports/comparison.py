@@ -60,8 +60,9 @@ def _write_sums(now: Report, before: Report) -> Iterator[str]:
     for i, column in enumerate(now.columns):
         if column.kind in SUMMED:
             sums = [sum(row[i] or 0 for row in report.rows) for report in (now, before)]
-            if sums[0] != sums[1]:
-                yield f"{column.name} {column.text(sums[0])}, before {column.text(sums[1])}"
+            texts = [column.text(total) for total in sums]
+            if texts[0] != texts[1]:
+                yield f"{column.name} {texts[0]}, before {texts[1]}"
 
 
 def _rows_by_key(report: Report, key: Sequence[str]) -> dict[_Row, _Row]:
@@ -81,11 +82,15 @@ def _change(
     column: Column, before: Any, now: Any, tolerance: float
 ) -> tuple[str, float | None, bool | None] | None:
     """How a value changed, by which fraction, and whether that is good; None if it did not."""
+    if column.kind in SUMMED:
+        before, now = before or 0, now or 0
+    # What prints alike is no difference to whoever reads it.
+    if column.text(before) == column.text(now):
+        return None
     if column.kind not in SUMMED:
-        return None if column.text(before) == column.text(now) else (CHANGED, None, None)
+        return CHANGED, None, None
     # A tolerance is for sizes: one operation more or less is another program.
-    before, now = before or 0, now or 0
     by = now / before - 1 if before else None
-    if now == before or (column.kind != "count" and by is not None and abs(by) <= tolerance):
+    if column.kind != "count" and by is not None and abs(by) <= tolerance:
         return None
     return (GREW, by, False) if now > before else (SHRANK, by, True)

@@ -96,6 +96,9 @@ def _merge_chains(node: Node) -> None:
             (only,) = child.children.values()
             only.label = child.label + only.label
             node.children[piece] = only
+        elif child.children:
+            # A slash says that something is below; a dot would end a sentence.
+            child.label = child.label.rstrip(".")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -121,7 +124,7 @@ class Tree:
             if column.name in node.sums:
                 share = self._share(column.name, node)
                 texts.append(f"{column.name} {column.text(node.sums[column.name])}")
-                texts[-1] += "" if share is None else f" ({share:.0%})"
+                texts[-1] += "" if share is None else f" ({share:z.0%})"
         return "  ".join(texts)
 
     def shade(self, node: Node) -> str:

@@ -186,6 +186,9 @@ def test_tree_nests_sums_and_shows_each_row_of_one_path():
         "  x  bytes 10 B (67%)",
         "  y  bytes 5 B (33%)",
     ]
+    dots = Report("", "", (PATH, BYTES), [("a/s.w", 1000), ("a/s.b", 0), ("", -1)])
+    assert str(dots.tree()).splitlines()[1] == "a/s  bytes 1,000 B (100%)".replace(",", "")
+    assert str(dots.tree()).splitlines()[-1] == "(root)  bytes -1 B (0%)"
 
 
 def test_largest_sums_up_the_rest():
@@ -254,6 +257,10 @@ def test_compare_allows_a_tolerance(grown, differs):
     before, now = (Report("sent", "", (PATH, BYTES), [("mlp", n)]) for n in (100, grown))
     assert bool(now.compare(before, tolerance=0.05)) is not differs
     assert not now.compare(before)
+    # What prints alike is no difference.
+    assert Report("", "", (PATH, BYTES), [("mlp", 2**28)]).compare(
+        Report("", "", (PATH, BYTES), [("mlp", 2**28 + 64)])
+    )
 
 
 def test_compare_folds_equal_blocks_and_refuses_other_columns():
