@@ -183,6 +183,8 @@ MISTAKES = [
      "sharded_init(build_mlp, FIX, mesh=mesh, rules={})"),
     ("mesh_by_position", RuleTypeError, "",
      "sharded_init(build, mesh, rules)", "sharded_init(build, FIX, rules=rules)"),
+    ("option_one_letter_off", RuleTypeError, "rule",
+     "sharded_init(build, mesh=mesh, rule=rules)", "sharded_init(build, mesh=mesh, FIXrules)"),
     ("initializer_on_abstract_mesh", MeshError, "",
      "sharded_init(build, mesh=abstract_mesh, rules=rules)",
      "sharded_init(build, mesh=FIX, rules=rules)"),

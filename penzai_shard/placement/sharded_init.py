@@ -5,7 +5,8 @@ model may be larger than one device, and compiling takes no longer for more laye
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of, read_variables
 from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError, warn_caller
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, on_auto_twin
+from penzai_shard.paths import nearest
 from penzai_shard.placement.place import check_devices, planned_shardings
 from penzai_shard.placement.run_parts import run_initializer
 from penzai_shard.planning import arguments
@@ -72,6 +74,7 @@ def sharded_init(
     P('data',)
     """
     _check_initializer("sharded_init", initializer, args)
+    _check_names(initializer, kwargs)
     options = axis_name_to_mesh_name, on_indivisible, on_unnamed
     request = arguments.read("sharded_init", mesh, rules, *options, plan=plan)
     check_devices(request)
@@ -233,3 +236,13 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
         name = "plan" if isinstance(given, ShardingPlan) else "mesh"
         what = f"the {name} is given by position, where arguments of the initialiser stand"
         raise RuleTypeError(f"{called}:", [Problem("", what, f"Name it: {name}={name}.")])
+
+
+def _check_names(initializer: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses named arguments that the initialiser does not take, and that are nearly ours."""
+    for name in kwargs:
+        near = nearest(name, inspect.signature(sharded_init).parameters)
+        taken = inspect.signature(initializer).parameters.values() if near else ()
+        if near and not any(own.name == name or own.kind is own.VAR_KEYWORD for own in taken):
+            what = "neither the initialiser nor sharded_init has this argument"
+            raise RuleTypeError("sharded_init:", [Problem(name, what, f"Write {near}=.")])
