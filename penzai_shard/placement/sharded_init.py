@@ -6,7 +6,7 @@ model may be larger than one device, and compiling takes no longer for more laye
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,8 +73,7 @@ def sharded_init(
     >>> weights.data_array.sharding.spec
     P('data',)
     """
-    _check_initializer("sharded_init", initializer, args)
-    _check_names(initializer, kwargs)
+    _check_initializer("sharded_init", initializer, args, kwargs)
     options = axis_name_to_mesh_name, on_indivisible, on_unnamed
     request = arguments.read("sharded_init", mesh, rules, *options, plan=plan)
     check_devices(request)
@@ -111,7 +110,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> abstract_model(pz.nx.zeros, {"embed": 4096, "mlp": 14336}).data_array.shape
     (4096, 14336)
     """
-    _check_initializer("abstract_model", initializer, args)
+    _check_initializer("abstract_model", initializer, args, {})
     build, structures = _prepare("abstract_model", initializer, args, kwargs)
     shapes = {i: x.value for i, x in enumerate(leaves_of((args, kwargs))) if is_struct(x.value)}
     with _enter_contexts():
@@ -217,7 +216,7 @@ def _check_complete(leaves: Sequence[Leaf], structure: Structure) -> None:
     problems.raise_if_any(ShardingError)
 
 
-def _check_initializer(called: str, initializer: Any, args: Any) -> None:
+def _check_initializer(called: str, initializer: Any, args: Any, kwargs: Any) -> None:
     """Refuses a model that exists, and a mesh or plan that would be an argument of the model."""
     reason = find_refusal(initializer)
     if reason is not None:
@@ -236,13 +235,10 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
         name = "plan" if isinstance(given, ShardingPlan) else "mesh"
         what = f"the {name} is given by position, where arguments of the initialiser stand"
         raise RuleTypeError(f"{called}:", [Problem("", what, f"Name it: {name}={name}.")])
-
-
-def _check_names(initializer: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses named arguments that the initialiser does not take, and that are nearly ours."""
+    # A named argument that the initialiser does not take, and that is nearly one of these.
     for name in kwargs:
         near = nearest(name, inspect.signature(sharded_init).parameters)
         taken = inspect.signature(initializer).parameters.values() if near else ()
         if near and not any(own.name == name or own.kind is own.VAR_KEYWORD for own in taken):
             what = "neither the initialiser nor sharded_init has this argument"
-            raise RuleTypeError("sharded_init:", [Problem(name, what, f"Write {near}=.")])
+            raise RuleTypeError(f"{called}:", [Problem(name, what, f"Write {near}=.")])
