@@ -25,6 +25,7 @@ _SHARED = pz.nn.LayerStackVarBehavior.SHARED
 _PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
 # Besides those of ``Checkpointed``. What is in a layer is then computed again, all of it.
 _OWN_POLICIES = ("carries", "nested")
+ROLL_POLICIES = (*_OWN_POLICIES, *remat.POLICIES)
 # A layer: of what is carried and its slices, what is carried on and its own results.
 _RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -75,7 +76,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             checks[name] = number, isinstance(number, int) and number > 0, f"{name}=1"
         check_arguments("RolledLayerStack", checks)
         if self.policy is not False:
-            remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
+            remat.check_policy("RolledLayerStack", self.policy, ROLL_POLICIES)
 
     @classmethod
     def from_layer_stack(

@@ -5,12 +5,15 @@ written as JSON, and carried out on any number of models.
 """
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from penzai_shard.arrays.static_values import same_static
 from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.layers.remat import POLICIES, Checkpointed, check_policy
+from penzai_shard.layers.rolled_layer_stack import ROLL_POLICIES, RolledLayerStack
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.paths import nearest, pattern_parts
 from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original, locate
@@ -285,6 +288,10 @@ def _check_use(verb: Verb, what: Any, options: Mapping[str, Any]) -> None:
             fix = f"Give a layer, such as {name}(...), or a function that makes one."
         raise RuleTypeError(f"{verb}:", [Problem("", f"{name} cannot be used here", fix)])
     make_caller(what, options)
+    # Told where it is written, and not only where the edit is carried out.
+    policy, rolls = options.get("policy"), what == RolledLayerStack.from_layer_stack
+    if policy and (rolls or what is Checkpointed):
+        check_policy(verb, policy, ROLL_POLICIES if rolls else tuple(POLICIES))
 
 
 # What the edits make of one node
@@ -371,10 +378,10 @@ def _find_nearest(model: Any, where: Where) -> tuple[str, str]:
             k.__name__: f"{k.__module__}.{k.__name__}" for k in {type(x.before) for x in layers}
         }
         near = [known[name] for kind in what if (name := nearest(kind.__name__, known))]
-        # Four are enough to see what model it is.
-        shown = near or sorted(known.values())[:4]
-        more = ", ..." if len(known) > len(shown) else ""
-        return f"types of the model: {', '.join(shown)}{more}", "Name one of them."
+        # Where no name is near, the nearest ones show what model it is.
+        names = [kind.__name__ for kind in what]
+        shown = near or difflib.get_close_matches(names[0], known, n=3, cutoff=0.0)
+        return f"the model has no {' or '.join(names)}", f"Name {' or '.join(shown)}."
     if not isinstance(what, str):
         return f"the predicate is false for every layer ({len(layers)})", "Correct it."
     places = {x for own in layers for x in (own.path, *(f"**/{n}" for n in names_of(own.before)))}

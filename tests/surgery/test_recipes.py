@@ -329,6 +329,8 @@ WRONG = {
     "no types": (lambda: Where.of(()), "a type of layers"),
     "a place within nothing": (lambda: pzs.wrap(LINEAR, JIT, within=3), "a type of layers"),
     "an unknown option": (lambda: pzs.wrap(LINEAR, CHECKPOINT, polcy="dots"), "body, policy"),
+    "an unknown policy": (lambda: pzs.wrap(BLOCK, CHECKPOINT, policy="dotz"), "policy", "'dots'"),
+    "a loop's policy": (lambda: pzs.roll_layer_stacks(policy="nestd"), "policy", "'nested'"),
     "an option that is needed": (lambda: pzs.wrap(LINEAR, pzs.Scoped), "name"),
     "no wrapper": (lambda: pzs.wrap(LINEAR, type(CONSTRAINT)), "a class of wrappers"),
     "a mark": (lambda: pzs.wrap(LINEAR, Inserted), "a class of wrappers"),
@@ -346,12 +348,12 @@ WRONG = {
 }
 # What fits no place, or not the expected number, and a part of the fix.
 UNFIT = {
-    "an unknown type": (pzs.wrap(pz.nn.LinearInPlace, JIT), "Name one"),
+    "an unknown type": (pzs.wrap(pz.nn.LinearInPlace, JIT), "Name Linear or"),
     "a misspelt name": (pzs.wrap("**/atention", JIT), "'**/attention'"),
     "a path without its beginning": (pzs.wrap("sublayers/1", JIT), "'body/sublayers/1'"),
     "another number of places": (pzs.wrap(LINEAR, JIT, expect=3), "expect=20"),
     "too narrow a place": (pzs.wrap(BLOCK, JIT, within=ATTENTION), "narrows"),
-    "a type of another Penzai": (pzs.wrap(pz_v1.nn.Linear, JIT), "Name one"),
+    "a type of another Penzai": (pzs.wrap(pz_v1.nn.Linear, JIT), "penzai.nn."),
     "a predicate that is never true": (pzs.wrap(lambda layer: False, JIT), "Correct"),
     "a path of a parameter": (pzs.wrap(f"{FIRST}/**/weights", JIT), "Write"),
 }
@@ -360,7 +362,6 @@ REFUSED = {
     "a function that gives nothing": (pzs.wrap(BLOCK, gives_nothing), FIRST, "Return a layer"),
     "a function that raises": (pzs.replace(BLOCK, raises), FIRST, "outside="),
     "a predicate that raises": (pzs.wrap(lambda layer: layer.heads, JIT), "", "outside="),
-    "an unknown policy": (pzs.wrap(BLOCK, CHECKPOINT, policy="dotz"), FIRST, "Correct"),
     "a wrapper without the layer": (pzs.wrap(BLOCK, lambda layer: DOUBLE), FIRST, "replace"),
     "a sequence without a list": (pzs.wrap(BLOCK, pz.nn.Sequential), FIRST, "[layer]"),
     "a predicate that gives no bool": (pzs.wrap(lambda layer: "no", JIT), "", "bool(...)"),
