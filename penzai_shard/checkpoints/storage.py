@@ -141,6 +141,7 @@ class OrbaxStore:
         missing = {"fill_missing_data_reads": not form.get("store_array_data_equal_to_fill_value")}
         self._spec = {"driver": driver, "recheck_cached_data": "open", **missing}
         self._opened: dict[str, Any] = {}
+        self._index = pathlib.Path(directory, "manifest.ocdbt") if form["use_ocdbt"] else None
 
     def open(self, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Opens arrays; the shape and dtype of each.
@@ -159,6 +160,10 @@ class OrbaxStore:
                 self._opened[name] = opened.result()
             except Exception as error:  # TensorStore raises whatever its drivers raise.
                 damaged[name] = f"it cannot be read: {shorten(error)}"
+        index = self._index
+        if damaged and index and index.parent.is_dir() and not index.exists():
+            # Without this file no array is found, and each would say so.
+            damaged = {f"{index.parent.name}/{index.name}": "the file is missing"}
         refuse_damage(self._path, damaged)
         arrays = {name: self._opened[name] for name in pending}
         return {name: (tuple(array.shape), array.dtype.name) for name, array in arrays.items()}

@@ -205,7 +205,8 @@ def test_fit_keeps_the_state_that_it_cannot_replace(tmp_path):
         refused(pzs.CheckpointMismatchError, train, state=state, checkpoint=tmp_path)
     state = state_of(4, "features")
     (tmp_path / "step_00000000" / "state" / "manifest.ocdbt").unlink()
-    refused(pzs.CheckpointDamagedError, train, state=state, checkpoint=tmp_path)
+    problems = refused(pzs.CheckpointDamagedError, train, state=state, checkpoint=tmp_path)
+    assert [*problems] == ["state/manifest.ocdbt"]
     arrays = jax.tree.leaves([*others, state])
     assert not any(array.is_deleted() for array in arrays)
 
