@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from penzai_shard.errors import PlanError
+from penzai_shard.progress import progress
 
 _FILE, _RELAXED = click.Path(dir_okay=False), click.Choice(["error", "replicate"])
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -102,7 +103,8 @@ def price(step: str, lock: str | None, show_all: bool) -> None:
     from penzai_shard.inspection.locks import ShardingLock
 
     found = inputs.read_object(step)
-    compiled = inputs.run_user_code(step, found) if callable(found) else found
+    with progress(None, "compiling", shown=None):
+        compiled = inputs.run_user_code(step, found) if callable(found) else found
     if not isinstance(compiled, CompiledStep):
         what = f"{step} gives a {type(compiled).__name__}, not a compiled step"
         fix = "Let it return compile_step(step, state, tokens=tokens)."
