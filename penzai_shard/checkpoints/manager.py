@@ -110,7 +110,8 @@ class CheckpointManager:
         # That of a state is an array of one integer.
         number: Any = np.asarray(step)
         is_step = not number.shape and np.issubdtype(number.dtype, np.integer) and number >= 0
-        errors.check_arguments(_CALLED, {"step": (step, is_step, "step=int(state.step)")})
+        fix = "step=int(state.step), or manager.best"
+        errors.check_arguments(_CALLED, {"step": (step, is_step, fix)})
         return os.path.join(self.path, f"step_{int(step):08d}")
 
     def steps(self) -> list[int]:
