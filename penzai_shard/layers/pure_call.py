@@ -64,9 +64,9 @@ class PureCall:
             if self.more is not None:
                 trees.append(self.more.fill_alike(more_values))
             call = functools.reduce(dict.__or__, trees, dict(others))
-            before, fixed_before = _read_values(trees), _read_fixed(call)
+            before, fixed_before = _read_live(trees), _read_fixed(call)
             output = call["body"](call["argument"], **call["side_inputs"])
-            after, fixed_after = _read_values(trees), _read_fixed(call)
+            after, fixed_after = _read_live(trees), _read_fixed(call)
 
         # JAX gives back what a call returns, and nothing else.
         problems = Problems(f"a call of {type(call['body']).__name__} would lose what it does:")
@@ -83,8 +83,8 @@ class PureCall:
             what = f"its variables are {len(before)} before the call, and {len(after)} after it"
             problems.add("", what, "Make all variables with the layer, or call strip(model).")
         problems.raise_if_any(ShardingError)
-        pairs = enumerate(zip(before, after, strict=True))
-        return output, {i: new for i, (old, new) in pairs if not _is_same(old, new)}
+        pairs = zip(before.items(), after.values(), strict=True)
+        return output, {i: new for (i, old), new in pairs if not _is_same(old, new)}
 
 
 def read_settings(tree: Any) -> str:
@@ -107,8 +107,11 @@ def assign(variables: Sequence[Any], assigned: Mapping[int, Any]) -> None:
         variables[number].set_value(value)
 
 
-def _read_values(trees: Sequence[Any]) -> list[Any]:
-    return [value for tree in trees for value in read_variables(tree)]
+def _read_live(trees: Sequence[Any]) -> dict[int, Any]:
+    """What mutable variables hold, by number; frozen values may be kept in one by the call."""
+    values = [value for tree in trees for value in read_variables(tree)]
+    variables = [variable for tree in trees for variable in flatten(tree)[1].variables]
+    return {i: value for i, value in enumerate(values) if variables[i].live}
 
 
 def _read_fixed(tree: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import optax
 import pytest
 from penzai import pz
 from penzai.models.transformer import model_parts, sampling_mode, simple_decoding_loop
-from penzai.toolshed import basic_training, lora
+from penzai.toolshed import basic_training, isolate_submodel, lora
 
 import penzai_shard as pzs
 from tests.models import llama
@@ -199,6 +199,17 @@ def gradients(model):
 
 def claim_gradients_are_by_frozen_variables(edit, stacked):
     jax.tree.map(assert_close, gradients(edit(model(stacked))), expected(gradients, stacked))
+
+
+def claim_a_part_can_be_isolated(edit, stacked):
+    blocks = pz.select(edit(model(stacked))).at_instances_of(BLOCK)
+    # In a loop over stacked blocks a variable would have to be stacked too.
+    if not stacked:
+        part = isolate_submodel.call_and_extract_submodel(blocks.pick_nth_selected(0), TOKENS)
+        values, inputs = part.initial_var_values, part.saved_side_inputs
+        again, _ = part.submodel.stateless_call(values, part.saved_arg, **inputs)
+        names = part.saved_output.named_axes
+        assert_close(again.unwrap(*names), part.saved_output.unwrap(*names))
 
 
 CLAIMS = {name: claim for name, claim in globals().items() if name.startswith("claim_")}
