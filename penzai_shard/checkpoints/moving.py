@@ -92,13 +92,13 @@ def move(
     options = Options(_CALLED, allow, rename_axes, names, only, except_, others)
     given, _ = parameters.read_tree(_CALLED, tree)
     leaves, structure = parameters.read_tree(_CALLED, into)
-    is_state, headline = parameters.is_train_state(given), "these values do not fit into the tree:"
-    if is_state != parameters.is_train_state(leaves):
+    here, there = ({leaf.path for leaf in side} for side in (given, leaves))
+    is_state, headline = parameters.is_train_state(here), "these values do not fit into the tree:"
+    if is_state != parameters.is_train_state(there):
         fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
         problem = Problem("", "only one of the two is a train state", fix, "kind")
         raise errors.CheckpointMismatchError(headline, [problem])
     # State variables that both have, and what only the tree can give.
-    here = {leaf.path for leaf in given}
     both = {x.path for x in leaves if x.role == "state" or is_struct(x.value)} & here
     stored, wanted = (_choose(side, both, is_state) for side in (given, leaves))
     has, needs = ({leaf.path: make_record(leaf) for leaf in side} for side in (stored, wanted))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
@@ -292,7 +292,13 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     for leaf in leaves or [Leaf("", None, (), None, tree)]:
         if leaf.dtype is None or not leaf.path:
             what = f"this {type(leaf.value).__name__} is not one"
-            problems.add(leaf.path, what, "Write {'name': array}.")
+            fix = "Write {'name': array}."
+            # What other functions of this library take at this place.
+            if called == "move" and isinstance(tree, Mesh | AbstractMesh):
+                fix = "Write place(tree, mesh, rules); move(tree, into) fills another tree."
+            elif leaf.dtype is None and called.startswith(("save_", "restore_")) and not leaf.path:
+                fix = f"Write {called}(path, tree): the path stands first, then the tree."
+            problems.add(leaf.path, what, fix)
     problems.raise_if_any(errors.RuleTypeError)
     leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
     return name_statistics(leaves), structure
@@ -309,9 +315,8 @@ def paths_with_values(leaves: Sequence[Leaf]) -> list[str]:
     return [x.path for x in leaves if not (is_struct(x.value) or is_deleted(x.value))]
 
 
-def is_train_state(leaves: Sequence[Leaf]) -> bool:
+def is_train_state(paths: Collection[str]) -> bool:
     """Whether the arrays are those of a train state, of this library or of another."""
-    paths = {leaf.path for leaf in leaves}
     return "step" in paths and any(path.startswith((PARAMETERS, OPTIMIZER)) for path in paths)
 
 
@@ -405,11 +410,15 @@ def restore_tree(
     with together("reading what a checkpoint holds"), plain_context(options.called):
         manifest = path if isinstance(path, Manifest) else read_manifest(path)
         headline = f"the checkpoint at {manifest.path} does not fit:"
-        if manifest.kind in ("params", "tensors") and is_state:
+        start, stored, what = "", manifest.records, ""
+        if manifest.kind in ("params", "tensors"):
+            what = "it holds parameters, and no train state"
+        elif is_train_state(stored) and not (is_train_state(records) or options.names):
+            what = "it holds a train state, and the tree is none"
+        if what and is_state:
             fix = "Write restore_params(path, model, mesh, rules)."
-            problem = Problem("", "it holds parameters, and no train state", fix, "kind")
+            problem = Problem("", what, fix, "kind")
             raise errors.CheckpointMismatchError(headline, [problem])
-        start, stored = "", manifest.records
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
         sources = find(stored, records, options, headline=headline, own=own)

@@ -169,7 +169,7 @@ def _read_side(side: Any) -> tuple[_Records, Collection[str]]:
     dtypes = {leaf.path: leaf.dtype for leaf in leaves}
     sums = compute_checksums({x.path: read_numbers(x.value, dtypes[x.path]) for x in found})
     own = {x.path: make_record(x, sums.get(x.path)) for x in leaves}
-    is_whole = parameters.is_train_state(leaves)
+    is_whole = parameters.is_train_state(own)
     return own, () if is_whole else own.keys() - {x.path for x in parameters.parameters_of(leaves)}
 
 

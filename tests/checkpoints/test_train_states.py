@@ -88,3 +88,22 @@ def test_restore_train_state_of_parameters(tmp_path):
     other = dictionary(named_params(), optax.sgd(1e-3, momentum=0.9))
     problems = problems_of(pzs.CheckpointMismatchError, pzs.restore_train_state, path, other)
     assert all("restore_params" in x.fix for x in problems if x.kind == "missing")
+    (problem,) = problems_of(pzs.CheckpointMismatchError, call[0], path, named_params())
+    assert "restore_params" in problem.fix
+
+
+def test_restore_train_state_of_an_optimizer_in_a_chain(tmp_path):
+    outer, inner = (
+        dictionary(named_params(), optimizer)
+        for optimizer in (optax.adam(1e-3), optax.chain(optax.clip(1.0), optax.adam(1e-3)))
+    )
+    rule = {"opt_state/**": "opt_state/1/**"}
+    for stored, wanted, names in (
+        (outer, inner, rule),
+        (inner, outer, {new: old for old, new in rule.items()}),
+    ):
+        path = pzs.save_train_state(tmp_path / "state", stored, overwrite=True)
+        call = pzs.restore_train_state, path, wanted
+        problems = problems_of(pzs.CheckpointMismatchError, *call)
+        assert {problem.fix for problem in problems} == {f"Write names={names}."}
+        assert pzs.restore_train_state(path, wanted, names=names)["step"] == 3
