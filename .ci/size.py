@@ -12,33 +12,33 @@ import tokenize
 from collections import Counter
 
 BUDGETS = {
-    "root": 712,
-    "jax_internals": 175,
-    "reports": 468,
-    "readers": 400,
-    "arrays": 485,
-    "planning": 562,
-    "placement": 570,
-    "propagation": 680,
-    "processes": 290,
-    "layers": 1650,
-    "surgery": 1480,
-    "training": 1080,
-    "fitting": 480,
-    "layouts": 685,
+    "root": 735,
+    "jax_internals": 180,
+    "reports": 480,
+    "readers": 385,
+    "arrays": 500,
+    "planning": 575,
+    "placement": 590,
+    "propagation": 700,
+    "processes": 280,
+    "layers": 1590,
+    "surgery": 1490,
+    "training": 1115,
+    "fitting": 490,
+    "layouts": 690,
     "checkpoints": 1960,
-    "pretrained": 850,
-    "inspection": 2330,
-    "causes": 635,
-    "findings": 660,
-    "views": 420,
-    "naming": 1320,
+    "pretrained": 830,
+    "inspection": 2220,
+    "causes": 640,
+    "findings": 635,
+    "views": 415,
+    "naming": 1230,
     "choosing": 1985,
-    "cli": 433,
+    "cli": 450,
 }
-# Without the tolerance of rooms. The package is to come to 20,000:
-# choosing, inspection and checkpoints are to be shortened.
-PACKAGE_BUDGET, TESTS_BUDGET = 21_050, 18_000
+# Without the tolerance of rooms. The package was meant to have 20,000: choosing, with the bound
+# that it gives with a layout, is 700 lines longer than was thought.
+PACKAGE_BUDGET, TESTS_BUDGET = 20_550, 18_000
 TOLERANCE = 1.05
 MOST_FUNCTION_LINES, MOST_FILE_LINES, MOST_MODULES = 60, 500, 18
 

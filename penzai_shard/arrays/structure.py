@@ -137,7 +137,8 @@ class Structure:
         names: The logical axes of each leaf.
         statics: Path and value of each leaf that is no array, such as a function.
         variables: The variables, each once, in the order of their first leaves.
-        problems: What is wrong with names that a library gives; not part of equality.
+        problems: What is wrong with names that a library gives, and, of a tree without arrays, with
+            empty places; not part of equality.
     """
 
     def __init__(self, root: Any, walk: "_Walk") -> None:
@@ -146,7 +147,9 @@ class Structure:
         self.names = tuple(leaf.names for leaf in walk.leaves)
         self.statics = tuple(walk.statics)
         self.variables = tuple(walk.variables)
-        self.problems = tuple(walk.problems)
+        # Beside its variables a model that they were taken out of is whole.
+        is_bare = not walk.leaves
+        self.problems = tuple(x for x in walk.problems if is_bare or x.kind != "empty")
         # Functions and settings of two builds may hash differently and be equal all the same.
         self._hash = hash((self.paths, tuple(path for path, _ in self.statics)))
 
@@ -372,7 +375,8 @@ class _Walk:
                 self.problems.append(Problem(place, what, "Give each its own label.", "unreadable"))
             path = path if other == place else place
         if content.problem is not None:
-            self.problems.append(Problem(path, *content.problem, kind="unreadable"))
+            kind = "empty" if content.data is None else "unreadable"
+            self.problems.append(Problem(path, *content.problem, kind=kind))
         number, self._boxes = self._boxes, self._boxes + 1
         first, position = len(self.leaves), len(self.variables)
         variable = node if is_live else context.variable

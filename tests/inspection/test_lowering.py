@@ -348,3 +348,11 @@ def test_mark_labels_layers_as_plans_name_their_arrays(name):
         assert label in leaf.path or leaf.path.startswith(("body/", "sublayers/", "count"))
         is_tied = name == "tied llama" and leaf.path.endswith("embeddings")
         assert others == ["transformer/embedding_decode"] * is_tied
+
+
+def test_a_model_whose_variables_were_taken_out_stands_beside_them():
+    slots, parameters = pz.unbind_params(model("penzai mlp"), freeze=True)
+    run = jax.jit(lambda slots, parameters, x: pz.bind_variables(slots, parameters)(x))
+    x = pz.nx.ones({"features": 8})
+    assert pzs.compile_step(run, slots, parameters, x)
+    assert pzs.place((slots, parameters), pzs.make_mesh({"data": 8}), {})[0] == slots
