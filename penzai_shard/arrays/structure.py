@@ -375,7 +375,9 @@ class _Walk:
                 self.problems.append(Problem(place, what, "Give each its own label.", "unreadable"))
             path = path if other == place else place
         if content.problem is not None:
-            kind = "empty" if content.data is None else "unreadable"
+            # A place that can be closed without data is one that a variable was taken out of.
+            is_empty = content.data is None and content.template is not None
+            kind = "empty" if is_empty else "unreadable"
             self.problems.append(Problem(path, *content.problem, kind=kind))
         number, self._boxes = self._boxes, self._boxes + 1
         first, position = len(self.leaves), len(self.variables)
