@@ -137,9 +137,10 @@ def read_numbers(array: Any, dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def undo_on_failure(replacement: Replacement) -> Iterator[None]:
-    """Leaves nothing behind if a save fails, neither files nor threads that write them.
+    """Takes off what a save has written if it fails, and ends the threads that write.
 
-    Of what Orbax and the system raise it makes one error.
+    Of what Orbax and the system raise it makes one error. Where a disk is full, TensorStore may make
+    the staging directory once more; the next save to the path removes it.
     """
     try:
         yield
