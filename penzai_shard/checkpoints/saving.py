@@ -139,8 +139,8 @@ def read_numbers(array: Any, dtype: Any) -> Any:
 def undo_on_failure(replacement: Replacement) -> Iterator[None]:
     """Takes off what a save has written if it fails, and ends the threads that write.
 
-    Of what Orbax and the system raise it makes one error. Where a disk is full, TensorStore may make
-    the staging directory once more; the next save to the path removes it.
+    Of what Orbax and the system raise it makes one error. Where a disk is full, TensorStore may
+    make the staging directory once more; the next save to the path removes it.
     """
     try:
         yield
