@@ -1,4 +1,4 @@
-"""Checks the arrays that something is to run on, all at once and by path.
+"""Prepares what a function is called with: arrays to run on, or structs to be lowered for.
 
 Arrays on an Explicit mesh are relabelled onto its Auto twin here, and nowhere else on the way in.
 """
@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, Sharding
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct, is_traced
 from penzai_shard.arrays.structure import Leaf, Structure, flatten
 from penzai_shard.errors import MeshError, Problems, ShardingError
-from penzai_shard.meshes import AnyMesh, on_auto_twin, same_devices
+from penzai_shard.jax_internals.tracing import is_weak_type
+from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin, same_devices
 
 
 def run_inputs(
@@ -104,3 +105,45 @@ def _is_too_wide(value: Any) -> bool:
     array = np.asarray(value)
     limits = np.iinfo(device_dtype(array.dtype))
     return bool(array.size and (array.min() < limits.min or array.max() > limits.max))
+
+
+# What is lowered
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowerable:
+    """The function that a step would call, and what it would call it with.
+
+    Attributes:
+        jitted: The function, as ``jax.jit`` made it.
+        args: Its arguments, with structs in place of arrays.
+        leaves: Path and logical axes of each array of ``args``, in their order. The first piece of
+            a path says what it is of: ``params``, ``opt_state``, ``inputs``.
+        results: What each of the results is: the number of the argument whose next value it is,
+            or a name.
+    """
+
+    jitted: Any
+    args: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
+    results: tuple[int | str, ...]
+
+    def trace(self) -> Any:
+        """The program as JAX traced it."""
+        with auto_context():
+            return self.jitted.trace(*self.args)
+
+
+def make_struct(value: Any) -> jax.ShapeDtypeStruct:
+    """A struct of an array, with its sharding over a mesh; each time another object.
+
+    A struct keeps whether the dtype gives way to that of what it meets: by that programs differ.
+
+    >>> make_struct(2.0)
+    ShapeDtypeStruct(shape=(), dtype=float32, weak_type=True)
+    """
+    array = value if hasattr(value, "dtype") else jax.numpy.asarray(value)
+    own = bound_sharding(array)
+    sharding = own if isinstance(own, NamedSharding) else None
+    weak = is_weak_type(array)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=weak)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from penzai_shard.arrays.steps import make_struct
+from penzai_shard.arrays.inputs import make_struct
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
 from penzai_shard.errors import Problem
 from penzai_shard.findings.set_up import Finding

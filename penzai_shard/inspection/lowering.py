@@ -18,9 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
+from penzai_shard.arrays.inputs import Lowerable, bound_sharding, find_mesh, make_struct, run_inputs
 from penzai_shard.arrays.kinds import is_array, is_deleted, is_traced
-from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import flatten, read_variables, variables_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, ShardingError
 from penzai_shard.inspection.layer_marks import Layers, has_layers, is_layer, unmark

@@ -31,14 +31,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from penzai_shard.paths import join_paths
-from penzai_shard.propagation.passes import propagate
-from penzai_shard.propagation.xla_form import (
+from penzai_shard.propagation.passes import (
     ORDER,
     Mlir,
     main_block,
     mesh_axes,
     name_of,
     operations_in,
+    propagate,
     to_xla_form,
 )
 

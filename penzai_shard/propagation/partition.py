@@ -24,8 +24,14 @@ from jaxlib.mlir.passmanager import PassManager
 from penzai_shard.errors import Problems, PropagationError
 from penzai_shard.jax_internals.compiler import kept_arguments
 from penzai_shard.propagation import flat
-from penzai_shard.propagation.passes import propagate
-from penzai_shard.propagation.xla_form import Mlir, main_block, name_of, operations_in, to_xla_form
+from penzai_shard.propagation.passes import (
+    Mlir,
+    main_block,
+    name_of,
+    operations_in,
+    propagate,
+    to_xla_form,
+)
 
 _COLLECTIVES = (
     "builtin.module(func.func(sdy-constant-or-scalar-merger,sdy-sink-data-flow-edges),"

@@ -1,13 +1,14 @@
 """Holds what a function found out: a verdict, rows of raw values, and notes.
 
-Text, HTML, treescope, the tree and JSON are views of the same rows. The rows of equal blocks are
-folded once, here, so that all views fold them in the same way.
+Text, HTML, treescope, the tree and JSON are views of the same rows, and two reports are compared by
+them. The rows of equal blocks are folded once, here, so that all views fold them in the same way.
 """
 
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from penzai_shard.errors import Problem, SelectionError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Kind = Literal["path", "text", "detail", "bytes", "count", "seconds", "percent", "ok"]
 # Quantities of these kinds add up over blocks and over what is below a path.
 SUMMED = frozenset({"bytes", "count", "seconds"})
+Row = tuple[Any, ...]
 # A line of a drawing in pieces, each with the style that HTML gives it.
 Line = Sequence[tuple[str, str]]
 
@@ -129,9 +131,7 @@ class HasReport:
         path  what   before  now   change  by
         w     bytes    64 B  96 B  grew    50%
         """
-        from penzai_shard.reports.comparison import compare_reports
-
-        return compare_reports(self.report(), before.report(), tolerance)
+        return _compare_reports(self.report(), before.report(), tolerance)
 
     def to_data(self) -> dict[str, Any]:
         """The report as a dictionary: its facts, and each row with the names of the columns."""
@@ -198,7 +198,7 @@ class Report(HasReport):
     title: str
     verdict: str
     columns: Sequence[Column] = ()
-    rows: Sequence[tuple[Any, ...]] = ()
+    rows: Sequence[Row] = ()
     notes: Sequence[str] = ()
     ok: bool | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -259,7 +259,7 @@ class Report(HasReport):
         )
 
 
-def add_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+def add_rows(columns: Sequence[Column], rows: Sequence[Row]) -> Row:
     """Several rows as one: quantities add up, and another value is None where rows differ in it."""
 
     def add(column: Column, values: Sequence[Any]) -> Any:
@@ -269,3 +269,88 @@ def add_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> tupl
         return sum(given) if given else None
 
     return tuple(map(add, columns, zip(*rows, strict=True)))
+
+
+# Comparing
+
+_CHANGES = ("grew", "shrank", "changed", "new", "gone")
+_DIFFERENCES = (
+    *map(Column, ("what", "before", "now", "change")),
+    Column("by", "percent"),
+    Column("ok", "ok", shown=False),
+)
+
+
+def _compare_reports(now: Report, before: Report, tolerance: float) -> Report:
+    """What differs between two reports; see ``HasReport.compare``."""
+    names = [column.name for column in now.columns]
+    key = now.key or names[:1]
+    if names != [column.name for column in before.columns]:
+        what = f"the columns are {names}; of the earlier report {[c.name for c in before.columns]}"
+        raise SelectionError("compare:", [Problem("", what, "Compare reports of one kind.")])
+
+    rows_now, rows_before = _rows_by_key(now, key), _rows_by_key(before, key)
+    # Sentences and verdicts follow from the other columns.
+    others = [(i, column) for i, column in enumerate(now.columns) if column.name not in key]
+    compared = {i: column for i, column in others if column.kind not in ("detail", "ok")}
+    rows: list[Row] = []
+    for own in rows_now | rows_before:
+        old, new = rows_before.get(own), rows_now.get(own)
+        if new and old:
+            for i, column in compared.items():
+                if change := _change(column, old[i], new[i], tolerance):
+                    texts = column.text(old[i]), column.text(new[i])
+                    rows.append((*own, column.name, *texts, *change))
+        elif new:
+            rows.append((*own, "", "", _row_text(compared, new), "new", None, False))
+        elif old:
+            rows.append((*own, "", _row_text(compared, old), "", "gone", None, True))
+    # First what is bad, then what is neither, and last what is good.
+    rows.sort(key=lambda row: (row[-1] is not False, row[-1] is True))
+
+    counts = Counter(row[-3] for row in rows)
+    said = [f"{counts[change]} {change}" for change in _CHANGES if counts[change]]
+    columns = [column for column in now.columns if column.name in key]
+    verdict = "; ".join([", ".join(said), *_write_sums(now, before)]) if rows else "nothing differs"
+    return Report(now.title, verdict, (*columns, *_DIFFERENCES), rows, ok=not rows)
+
+
+def _write_sums(now: Report, before: Report) -> Iterator[str]:
+    """What the quantities of all rows come to, now and before."""
+    for i, column in enumerate(now.columns):
+        if column.kind in SUMMED:
+            sums = [sum(row[i] or 0 for row in report.rows) for report in (now, before)]
+            texts = [column.text(total) for total in sums]
+            if texts[0] != texts[1]:
+                yield f"{column.name} {texts[0]}, before {texts[1]}"
+
+
+def _rows_by_key(report: Report, key: Sequence[str]) -> dict[Row, Row]:
+    numbers = [i for i, column in enumerate(report.columns) if column.name in key]
+    groups: dict[Row, list[Row]] = {}
+    for row in report.rows:
+        groups.setdefault(tuple(row[i] for i in numbers), []).append(row)
+    return {own: add_rows(report.columns, rows) for own, rows in groups.items()}
+
+
+def _row_text(columns: dict[int, Column], row: Row) -> str:
+    said = (f"{c.name} {c.text(row[i])}" for i, c in columns.items() if row[i] is not None)
+    return ", ".join(said)
+
+
+def _change(
+    column: Column, before: Any, now: Any, tolerance: float
+) -> tuple[str, float | None, bool | None] | None:
+    """How a value changed, by which fraction, and whether that is good; None if it did not."""
+    if column.kind in SUMMED:
+        before, now = before or 0, now or 0
+    # What prints alike is no difference to whoever reads it.
+    if column.text(before) == column.text(now):
+        return None
+    if column.kind not in SUMMED:
+        return "changed", None, None
+    # A tolerance is for sizes: one operation more or less is another program.
+    by = now / before - 1 if before else None
+    if column.kind != "count" and by is not None and abs(by) <= tolerance:
+        return None
+    return ("grew", by, False) if now > before else ("shrank", by, True)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.arrays.steps import Lowerable, make_struct
+from penzai_shard.arrays.inputs import Lowerable, make_struct
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning.arguments import OnUnnamed
 from penzai_shard.training.batches import shard_batch

@@ -14,9 +14,8 @@ from typing import Any, cast
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from penzai_shard.arrays.inputs import bound_sharding, find_mesh
+from penzai_shard.arrays.inputs import Lowerable, bound_sharding, find_mesh, make_struct
 from penzai_shard.arrays.kinds import is_deleted, is_struct, is_traced
-from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import Problems, ShardingError, check_arguments
 from penzai_shard.meshes import auto_context, on_auto_twin

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from penzai_shard import specs
-from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
+from penzai_shard.arrays.inputs import bound_sharding, find_mesh, make_struct, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, is_traced
 from penzai_shard.arrays.statistics import name_statistics
-from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of
 from penzai_shard.errors import Problems, ShardingError, check_arguments
 from penzai_shard.meshes import AnyMesh

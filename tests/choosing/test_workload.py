@@ -9,7 +9,7 @@ from flax import nnx
 from penzai import pz
 
 import penzai_shard as pzs
-from penzai_shard.arrays.steps import make_struct
+from penzai_shard.arrays.inputs import make_struct
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.workload import read_options, read_workload

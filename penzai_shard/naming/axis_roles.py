@@ -1,21 +1,21 @@
 """Says what each logical axis of a traced call is for, and calls it that: heads, neurons, ...
 
-A role is a pattern of operations, such as "a product makes it of the embedding, and another
-contracts over it". Where a pattern is not whole the axis stays open: a name too few costs a line of
-overrides, a wrong one a wrong layout.
+A class has a *role*, a pattern of operations such as "a product makes it of the embedding, and
+another contracts over it", and by default is called so. Where a pattern is not whole the axis stays
+open: a name too few costs a line of overrides, a wrong one a wrong layout. A name that people gave
+wins, and changes nothing of what other classes do.
 """
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 
-from penzai_shard.naming.class_names import ClassNames
 from penzai_shard.naming.cuts import cover
-from penzai_shard.naming.facts import DOT, Facts, Product, sources_of
-from penzai_shard.naming.special_roles import name_experts, tell_streams_apart
+from penzai_shard.naming.facts import DOT, PRODUCTS, Classes, Facts, Product, sources_of
 from penzai_shard.naming.ties import AxisClass, indices_of_loops, length_of
-from penzai_shard.propagation.flat import FLOW
+from penzai_shard.paths import pattern_parts
+from penzai_shard.propagation.flat import FLOW, Operation
 from penzai_shard.rules import TRANSFORMER_AXES
 
 # What devices may compute parts of is called as in the rules for transformers.
@@ -25,6 +25,58 @@ _EXPONENTIAL, _MULTIPLY = "stablehlo.exponential", "stablehlo.multiply"
 # What hands something from one place of a sequence on to the next.
 _CUMULATION = "stablehlo.reduce_window"
 _HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", _CUMULATION})
+_ORDERS = frozenset({"chlo.top_k", "stablehlo.sort"})
+# What blocks of several streams may have in common: these are no lengths of a stream.
+_COMMON = frozenset({"embedding", "vocabulary", "outputs", "rank", "qkv", "kv", "qk", "gate_up"})
+
+
+class ClassNames:
+    """What each class is called, and why.
+
+    Attributes:
+        roles: What classes do in the program; the first role that one gets stays.
+        reasons: Why a class has its role, or has lost it.
+        given: Names that are not roles, each with its reason.
+
+    >>> names, part = ClassNames(), AxisClass(0, 8)
+    >>> names.give_role(part, "neurons", "a product makes it")
+    >>> names.give_name(part, "mlp", "'up' has that name")
+    >>> names.roles[part], names.names[part]
+    ('neurons', ('mlp', "'up' has that name"))
+    """
+
+    def __init__(self) -> None:
+        self.roles: dict[AxisClass, str] = {}
+        self.reasons: dict[AxisClass, str] = {}
+        self.given: dict[AxisClass, tuple[Hashable, str]] = {}
+
+    @property
+    def names(self) -> Mapping[AxisClass, tuple[Hashable, str]]:
+        """What each class is called, with the reason."""
+        return {part: (role, self.reasons[part]) for part, role in self.roles.items()} | self.given
+
+    def give_role(self, part: AxisClass, role: str, reason: str) -> None:
+        """Gives a class a role, unless it has one or is of length 1."""
+        if part.size > 1 and part not in self.roles:
+            self.roles[part], self.reasons[part] = role, reason
+
+    def give_name(self, part: AxisClass, name: Hashable, reason: str) -> None:
+        """Gives a class a name, whatever its role is; the first one stays."""
+        if part.size > 1:
+            self.given.setdefault(part, (name, reason))
+
+    def take_role(self, part: AxisClass, reason: str) -> None:
+        """Takes its role from a class, and with it the name that it has by that."""
+        del self.roles[part]
+        self.reasons[part] = reason
+
+    def with_role(self, *roles: str) -> Set[AxisClass]:
+        """The classes that have one of some roles."""
+        return {part for part, role in self.roles.items() if role in roles}
+
+    def without_role(self, parts: Iterable[AxisClass]) -> list[AxisClass]:
+        """Those of some classes that have no role yet, in order."""
+        return sorted(part for part in parts if part not in self.roles)
 
 
 def name_classes(facts: Facts) -> ClassNames:
@@ -56,7 +108,7 @@ def name_classes(facts: Facts) -> ClassNames:
     _name_layers(facts, names)
     attentions = list(_find_attentions(facts, names))
     _name_attention(facts, names, attentions)
-    name_experts(facts, names)
+    _name_experts(facts, names)
     _name_neurons(facts, names)
     _name_positions(facts, names)
     _name_joined(facts, names, attentions)
@@ -64,7 +116,7 @@ def name_classes(facts: Facts) -> ClassNames:
     _name_ranks(facts, names)
     _name_outputs(facts, names)
     # Last, different axes that have one role get different names, or none.
-    tell_streams_apart(facts, names)
+    _tell_streams_apart(facts, names)
     _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
         if part not in names.roles:
@@ -262,6 +314,77 @@ def _name_attention(facts: Facts, names: ClassNames, attentions: Sequence[_Atten
                 names.give_role(part, _QUERY_HEADS if part in lacking else _HEAD_GROUPS, reason)
 
 
+# Experts
+
+
+def _name_experts(facts: Facts, names: ClassNames) -> None:
+    """What weights of products have side by side, and a product of the embedding chooses among."""
+    dots = (each for each in facts.with_weights if each.operation.kind == DOT)
+    side_by_side = {part for each in dots for part in each.batch}
+    # Experts are matrices. Rows of a table are not, even if they are made and looked up, as tokens.
+    matrices = {weight.parts[0] for weight in facts.call.weights if len(weight.classes) > 2}
+    looked_up = {each.rows for each in facts.lookups if each.index in facts.from_weights}
+    for router, order in tuple(_find_routers(facts, names)):
+        if router in side_by_side:
+            how = "the embedding weighs them" if order is None else "the largest are chosen"
+            names.give_role(router, "experts", f"products are side by side along it, and {how}")
+        if order is None:
+            continue
+        chosen = _of_chosen(facts, order)
+        # Equal lengths say nothing: those of the next layer are as many, and so may others be.
+        experts = [
+            part
+            for part in names.without_role(chosen & facts.in_weights.keys())
+            if part.size == router.size and part != router and (part,) in matrices
+        ]
+        if len(experts) == 1 or (experts and looked_up.issuperset(experts)):
+            for part in (router, *experts):
+                reason = "weights have it side by side, and the largest of a product are chosen"
+                names.give_role(part, "experts", reason)
+        elif chosen & names.with_role("embedding"):
+            reason = "the largest of its elements are chosen, to weigh what the embedding gets"
+            names.give_role(router, "experts", reason)
+
+
+def _find_routers(facts: Facts, names: ClassNames) -> Iterator[tuple[AxisClass, Operation | None]]:
+    """The axes that products make of the embedding, to weigh something with.
+
+    With each the operation that looks for its largest elements; None if there is none.
+    """
+    embedding = names.with_role("embedding")
+    for each in facts.with_weights:
+        if not each.contracted & embedding or len(each.made) != 1:
+            continue
+        (part,) = each.made
+        if part in names.roles or part not in facts.in_weights:
+            continue
+        after = facts.after(each.operation.results[0], PRODUCTS | _ORDERS)
+        yield part, next((o for o in after if o.kind in _ORDERS or len(o.results) > 1), None)
+
+
+def _of_chosen(facts: Facts, order: Operation) -> Classes:
+    """The classes of what the largest elements, or their places, are multiplied or looked up with.
+
+    Up to the next products, and to the next lookup in weights, as of tokens that are chosen.
+    """
+    tables = {each.operation.number: each.rows for each in facts.lookups if each.is_table}
+    found: set[AxisClass] = set()
+    waiting, seen = collections.deque(order.results), {*order.results}
+    while waiting:
+        for user in facts.users.get(waiting.popleft(), ()):
+            # One that multiplies what is chosen with what is chosen weighs nothing yet.
+            weighs = user.kind == "stablehlo.multiply" and not seen.issuperset(user.operands)
+            if user.number in tables:
+                found.add(tables[user.number])
+            elif user.kind in PRODUCTS or weighs:
+                for value in (*user.operands, *user.results):
+                    found |= facts.classes(value)
+            else:
+                waiting += [each for each in user.results if each not in seen]
+                seen.update(user.results)
+    return frozenset(found)
+
+
 # Between two products
 
 
@@ -387,6 +510,85 @@ def _name_gates(facts: Facts, names: ClassNames) -> None:
             sides = [{*each.operands} & side for side in (first - second, second - first)]
             if each.kind == _MULTIPLY and all(sides):
                 names.give_role(part, "gate_up", "one weight makes neurons and their gates")
+
+
+# Different axes of one role
+
+
+def _tell_streams_apart(facts: Facts, names: ClassNames) -> None:
+    """Gives residual streams that nothing ties names of their own, by a word in their paths.
+
+    Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
+    and that of ``stages.0`` not that of ``stages.1``. Where no word tells them apart, the one that
+    begins at the vocabulary is the embedding; where none does, the one that more than twice as many
+    weights have as all others: blocks have more weights than the pooling behind them. The other
+    streams stay open, and with them what their blocks have.
+    """
+    streams = sorted(names.with_role("embedding"))
+    labels = _find_labels(facts, streams) if len(streams) > 1 else {}
+    if labels:
+        for stream, label in labels.items():
+            reason = f"blocks under {label!r} have a residual stream that nothing ties to others"
+            names.give_name(stream, f"{label}_embedding", reason)
+        for part, stream in _find_owners(facts, names, labels.keys()):
+            label = labels[stream]
+            reason = f"{names.reasons[part]}, of the stream of {label!r}"
+            names.give_name(part, f"{label}_{names.roles[part]}", reason)
+        return
+    kept = {*streams}
+    if len(streams) > 1:
+        vocabulary = names.with_role("vocabulary")
+        counts = {stream: len(facts.in_weights[stream]) for stream in streams}
+        kept = {stream for stream in streams if facts.neighbours(stream) & vocabulary}
+        kept = kept or {one for one in streams if counts[one] > sum(counts.values()) * 2 / 3}
+        kept = kept if len(kept) == 1 else set()
+    for part, role in list(names.roles.items()):
+        near = facts.neighbours(part)
+        if part in streams and part not in kept:
+            names.take_role(part, "it is one of several residual streams, which nothing ties")
+        elif streams and role not in _COMMON and near and not near & kept:
+            names.take_role(part, "it is of a residual stream that is not decided")
+
+
+def _find_labels(facts: Facts, streams: Sequence[AxisClass]) -> dict[AxisClass, str]:
+    """A word for each stream, which stands at one place of the paths of most of its weights."""
+    paths = {
+        stream: [
+            pattern_parts(each.path)
+            for each in facts.in_weights[stream]
+            if ({*streams} - {stream}).isdisjoint(each.classes)
+        ]
+        for stream in streams
+    }
+    for place in range(max((len(path) for own in paths.values() for path in own), default=0)):
+        found = {}
+        for stream, own in paths.items():
+            words = (_word(path, place) for path in own if len(path) > place)
+            for word, count in collections.Counter(words).most_common(1):
+                if 2 * count > len(own) and word.isidentifier():
+                    found[stream] = word
+        if len({*found.values()}) == len(streams):
+            return found
+    return {}
+
+
+def _word(path: Sequence[str], place: int) -> str:
+    """What stands at a place of a path; a number together with what is numbered."""
+    return "_".join(path[max(place - 1, 0) if path[place].isdigit() else place : place + 1])
+
+
+def _find_owners(
+    facts: Facts, names: ClassNames, streams: Set[AxisClass]
+) -> Iterator[tuple[AxisClass, AxisClass]]:
+    """The classes that belong to one stream only, as their weights have no other: with the stream.
+
+    What a decoder makes of an encoder's stream belongs to none.
+    """
+    for part, role in list(names.roles.items()):
+        weights = facts.in_weights.get(part, ())
+        owners = {stream for each in weights for stream in streams & {*each.classes}}
+        if role not in _COMMON and len(owners) == 1:
+            yield part, owners.pop()
 
 
 def _leave_unequal_open(facts: Facts, names: ClassNames) -> None:
