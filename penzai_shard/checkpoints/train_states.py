@@ -73,6 +73,7 @@ def restore_train_state(
     on_unnamed: arguments.OnUnnamed = "error",
     verify: bool = True,
     free: Any = (),
+    progress: bool | None = None,
 ) -> Any:
     """Restores a train state straight onto a mesh, whatever mesh it was saved from.
 
@@ -96,6 +97,7 @@ def restore_train_state(
         verify: As for ``restore_params``.
         free: Arrays of the state, as a tree, that are deleted once the checkpoint is found to fit,
             so that no device has to hold them and those that are read.
+        progress: Whether to show a bar; by default in a terminal.
 
     Returns:
         A state of the same kind. Constants of the model, functions and settings are its own.
@@ -109,7 +111,7 @@ def restore_train_state(
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
     """
     called = "restore_train_state"
-    options = Options(called, allow, rename_axes, names, verify=verify)
+    options = Options(called, allow, rename_axes, names, verify=verify, progress=progress)
     leaves, structure = read_tree(called, train_state)
     if shardings is not None:
         layout = read_layout(called, shardings, None)

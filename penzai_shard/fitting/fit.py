@@ -165,8 +165,9 @@ def fit(
         draw_all = functools.partial(draw, "eval_batches", eval_batches, Position())
         evaluating = functools.partial(evaluate, eval_step, draw_all, prefetch)
 
+    # Before there is a bar: the one of the restore would be drawn into it.
+    state, position, saved = _find_start(state, step, manager, steps, resume, progress)
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
-        state, position, saved = _find_start(state, step, manager, steps, resume)
         when = steps, log_every, save_every, evaluate_every
         others: Any = on_log, loss, allow_nonfinite, manager, best, evaluating
         loop = TrainingLoop(step, state, position, saved, bar, *when, *others)
@@ -219,7 +220,7 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _find_start(
-    state: TrainState, step: Any, manager: Any, steps: int | None, resume: bool
+    state: TrainState, step: Any, manager: Any, steps: int | None, resume: bool, progress: bool
 ) -> tuple[TrainState, Position, int | None]:
     """The state to start from, its place in the batches, and the step of its checkpoint."""
     given, what, fix = int(state.step), "", "Choose another folder."
@@ -247,7 +248,8 @@ def _find_start(
         return state, Position(), None
     is_free = not any(map(bound_sharding, jax.tree.leaves(state)))
     free = state.arguments()[0] if getattr(step, "is_donating", False) else ()
-    state, position = manager.restore(state, newest, free=free), Position(**extra["batches"])
+    options = {"free": free, "progress": None if progress else False}
+    state, position = manager.restore(state, newest, **options), Position(**extra["batches"])
     if is_free:
         # By way of the host, so that it goes where the batches are, as before it was saved.
         state = jax.tree.map(jnp.array, jax.device_get(state))

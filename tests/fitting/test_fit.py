@@ -368,3 +368,14 @@ def test_fit_shows_progress(capsys, monkeypatch):
     text = sys.stderr.getvalue()
     assert "9/9" in text
     assert "9/9 steps: loss " in text.splitlines()[-1]
+
+
+def test_fit_without_progress_restores_without_a_bar(tmp_path, monkeypatch):
+    train(steps=3, checkpoint=tmp_path)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    train(steps=5, checkpoint=tmp_path)
+    assert sys.stderr.getvalue() == ""
+    train(steps=7, checkpoint=tmp_path, progress=True)
+    text = sys.stderr.getvalue()
+    # That of the restore is gone before there is one of the steps.
+    assert 0 <= text.rindex("bytes") < text.index("steps")
