@@ -316,11 +316,12 @@ class AxisRules:
         names = (rule.logical_axis for rule in self.rules)
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
-    def on(self, mesh_sizes: Mapping[str, int]) -> tuple[Rule, ...]:
+    def on(self, mesh_sizes: Mapping[str, int], fix: str = "") -> tuple[Rule, ...]:
         """The rules for ``decide``.
 
         Args:
             mesh_sizes: The size of each mesh axis.
+            fix: What to write, if not one of these, where no name is nearly a rule's.
 
         Raises:
             MeshError: Rules name mesh axes that the mesh does not have.
@@ -330,8 +331,8 @@ class AxisRules:
             for axis in (axis for axis in rule.mesh_axes if axis not in mesh_sizes):
                 what = f"rule {rule} names {axis!r}, and the mesh has {mesh_text(mesh_sizes)}"
                 near = nearest(axis, mesh_sizes)
-                fix = f"Write {near!r}." if near else f"Write one of {sorted(mesh_sizes)}, or None."
-                problems.add("", what, fix, "unknown")
+                others = fix or f"Write one of {sorted(mesh_sizes)}, or None."
+                problems.add("", what, f"Write {near!r}." if near else others, "unknown")
         problems.raise_if_any(MeshError)
         return self.rules
 

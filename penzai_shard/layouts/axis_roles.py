@@ -6,6 +6,7 @@ others are whole.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -85,8 +86,13 @@ def find_roles(
         MeshError: A rule names a mesh axis that the mesh does not have.
         RuleTypeError: The model has no axis of a role that is to be split.
     """
+    # A mesh of as many devices that has what is asked for; the table of the batch has it in order.
+    rules = [rule for table in [*tables.values()][::-1] for rule in table.rules]
+    needed = {axis: mesh.shape.get(axis, 1) for rule in rules for axis in rule.mesh_axes}
+    for axis in [axis for axis in needed if axis not in mesh.shape][:1]:
+        needed[axis] = mesh.size // math.prod(needed.values())
     for table in tables.values():
-        table.on(mesh.shape)
+        table.on(mesh.shape, f"This layout is for a mesh such as make_mesh({needed}).")
     sizes: dict[Any, set[int]] = {}
     for leaf in leaves_of(tree):
         for name, size in zip(leaf.names or (), leaf.shape, strict=False):

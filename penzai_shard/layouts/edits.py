@@ -155,7 +155,7 @@ class RecipeMaker:
         is_first_api = any(
             "penzai.deprecated" in kind.__module__ for kind in type(self.model).mro()
         )
-        gathers = self._gathering is not None and (self._is_pinned or is_first_api)
+        gathers = is_first_api or (self._is_pinned and self._gathering is not None)
         if layout.blocks is None and (gathers or self.found.split_in_layers):
             # Otherwise gradients are summed, and there is one way to do that.
             fact = f"a layout knows no layers of the {name}: the compiler decides where it reduces"

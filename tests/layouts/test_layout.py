@@ -15,6 +15,7 @@ import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.rules import Rule
 from tests.layouts.transformers import build_llama, loss_fn
+from tests.models import mlp_v1
 from tests.refusals import problem_paths, problems_of
 
 EIGHT = pzs.make_mesh({"data": 8})
@@ -277,6 +278,11 @@ def test_a_model_whose_layers_reduce_where_the_compiler_decides_warns():
     assert paths == ["rematerialise", "manual", "precision"]
 
 
+def test_a_model_of_the_first_api_warns_where_all_of_it_stays_whole():
+    with pytest.warns(pzs.ShardingWarning, match="blocks=()"):
+        assert not Layout.fully_sharded().recipe(mlp_v1(), EIGHT).edits
+
+
 # Building
 
 
@@ -302,6 +308,18 @@ def test_build_on_an_abstract_mesh_prices_what_is_not_there():
 ZERO1, TOKENS = Layout.zero1(), {"x": jnp.ones((8, 2))}
 
 
+@pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8}, {"x": 8}])
+def test_a_mesh_without_an_axis_of_the_preset_is_answered_with_one_that_has_it(sizes):
+    weights = {"w": pz.nx.ones({"embedding": 16, "neurons": 8})}
+    mesh = pzs.make_mesh(sizes)
+    (problem,) = problems_of(pzs.MeshError, Layout.hybrid().plan, weights, mesh)[:1]
+    (text,) = re.findall(r"make_mesh\((.*)\)", problem.fix)
+    other = pzs.make_mesh(ast.literal_eval(text))
+    assert other.size == mesh.size
+    assert other.axis_names == ("replica", "data")
+    assert Layout.hybrid().plan(weights, other).mesh == other
+
+
 @pytest.mark.parametrize(
     ("call", "fix"),
     [
@@ -314,7 +332,7 @@ ZERO1, TOKENS = Layout.zero1(), {"x": jnp.ones((8, 2))}
         (lambda: Layout.tensor_parallel(min_size=3), "vocabulary"),
         (lambda: Layout.auto(None), "make_mesh"),
         (lambda: Layout.fully_sharded(vocabulary="data"), "different"),
-        (lambda: Layout.tensor_parallel(manual=True), "Leave it out"),
+        (lambda: Layout.tensor_parallel(manual=True), "manual=False"),
         (lambda: ZERO1.build(build_llama(), mesh=EIGHT, **DEFAULTS), "build"),
         (lambda: ZERO1.shard_batch(TOKENS, EIGHT), "first_axis"),
         (lambda: Layout.two_dimensional().build(build_llama, mesh=EIGHT, **DEFAULTS), "data"),
