@@ -17,7 +17,7 @@ from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
 from penzai_shard.checkpoints.tensor_files import FRACTIONS
-from penzai_shard.errors import CheckpointMismatchError, Problems
+from penzai_shard.errors import CheckpointMismatchError, Problem, Problems
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -133,15 +133,22 @@ def load_safetensors(
     find: Any = match
     with together("looking for weights and their configuration"):
         manifest = read_manifest(path)
+        content = pathlib.Path(manifest.path)
+        beside = (content if content.is_dir() else content.parent) / CONFIG
         if into is None:
-            content = pathlib.Path(manifest.path)
-            beside = (content if content.is_dir() else content.parent) / CONFIG
             checked = read_config(beside if config is None else config)
             dtype = dtype or models.find_dtype(checked, manifest.records)
             into = models.model_of_config(checked, dtype=dtype, **building)
             find = functools.partial(_match_tensors, checked, manifest.store)
 
     leaves, structure = read_tree(_CALLED, into)
+    is_penzai = any(path.startswith("transformer/") for path in structure.paths)
+    are_others = manifest.records.keys().isdisjoint(structure.paths)
+    if find is match and is_penzai and are_others and not names and beside.is_file():
+        what = "the tensors have Hugging Face's names, and the model has Penzai's"
+        given = repr(str(path)) + (", mesh, rules" if mesh is not None else "")
+        fix = f"Write move(load_safetensors({given}), into=model)."
+        raise CheckpointMismatchError(f"{_CALLED}:", [Problem("", what, fix)])
     if dtype is not None:
         options = dataclasses.replace(options, allow=(*options.allow, "cast"))
         leaves = [

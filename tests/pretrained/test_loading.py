@@ -128,6 +128,17 @@ def test_load_says_what_is_at_the_path(tmp_path):
     np.testing.assert_array_equal(load(checkpoint, into={"w": SQUARE * 0})["w"], SQUARE)
 
 
+@pytest.mark.parametrize("options", [{}, {"mesh": pzs.make_mesh({"x": 8}), "rules": {}}])
+def test_into_a_model_of_penzai_answers_names_of_hugging_face_with_move(llama, options):
+    model = load(llama, **options)
+    with pytest.raises(pzs.CheckpointMismatchError) as caught:
+        load(llama, into=model, **options)
+    (problem,) = caught.value.problems
+    written = problem.fix.removeprefix("Write ").removesuffix(".")
+    own = {"move": pzs.move, "load_safetensors": load, "model": model, **options}
+    assert params(eval(written, own)) == params(model)
+
+
 # Models of one's own
 
 
