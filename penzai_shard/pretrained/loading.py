@@ -142,9 +142,8 @@ def load_safetensors(
             find = functools.partial(_match_tensors, checked, manifest.store)
 
     leaves, structure = read_tree(_CALLED, into)
-    is_penzai = any(path.startswith("transformer/") for path in structure.paths)
-    are_others = manifest.records.keys().isdisjoint(structure.paths)
-    if find is match and is_penzai and are_others and not names and beside.is_file():
+    own = [x for x in structure.paths if x in manifest.records or not x.startswith("transformer/")]
+    if find is match and not own and not names and beside.is_file():
         what = "the tensors have Hugging Face's names, and the model has Penzai's"
         given = repr(str(path)) + (", mesh, rules" if mesh is not None else "")
         fix = f"Write move(load_safetensors({given}), into=model)."
