@@ -142,8 +142,8 @@ def load_safetensors(
             find = functools.partial(_match_tensors, checked, manifest.store)
 
     leaves, structure = read_tree(_CALLED, into)
-    own = [x for x in structure.paths if x in manifest.records or not x.startswith("transformer/")]
-    if find is match and not own and not names and beside.is_file():
+    own = {path for path in structure.paths if path.startswith("transformer/")}
+    if find is match and not names and own and own.isdisjoint(manifest.records) and beside.exists():
         what = "the tensors have Hugging Face's names, and the model has Penzai's"
         given = repr(str(path)) + (", mesh, rules" if mesh is not None else "")
         fix = f"Write move(load_safetensors({given}), into=model)."
