@@ -157,9 +157,12 @@ class _Step:
 
     def _read_state(self, args: tuple[Any, ...]) -> TrainState:
         state, *others = args or (None,)
-        fix = f"{self._form}, with state = TrainState.initial_state(model, optimizer, root_rng)"
-        check_arguments(self.called, {"train_state": (state, isinstance(state, TrainState), fix)})
-        check_arguments(self.called, {"inputs by position": (others, not others, self._form)})
+        # To read the form of a call takes as long as to call a program of twenty arrays.
+        if others or not isinstance(state, TrainState):
+            fix = f"{self._form}, with state = TrainState.initial_state(model, optimizer, root_rng)"
+            is_state = isinstance(state, TrainState)
+            check_arguments(self.called, {"train_state": (state, is_state, fix)})
+            check_arguments(self.called, {"inputs by position": (others, False, self._form)})
         return cast(TrainState, state)
 
     @property
@@ -244,12 +247,20 @@ def _put(value: Any, sharding: Sharding) -> Any:
     return value.update(sharding=sharding) if is_struct(value) else jax.device_put(value, sharding)
 
 
+def _find_array(tree: Any) -> Any:
+    """An array of a tree, without taking the whole apart; None if there is none."""
+    node = jax.tree_util.default_registry.flatten_one_level(tree)
+    if node is None:
+        return tree
+    return next((x for x in map(_find_array, node[0]) if x is not None), None)
+
+
 def _is_ready(state: TrainState, inputs: Any) -> bool:
     """Whether all is there, and the state need not follow its inputs onto a mesh."""
     first, given = next(iter(state.trained_arrays.values())), jax.tree.leaves(inputs)
     # A program that JAX has run over several devices ends the process if it then gets an array that
     # was donated (jax 0.10.2). Of a state all is donated together, or all but what was replaced.
-    if any(map(is_deleted, (first, *jax.tree.leaves(state.opt_arrays)[-1:], *given))):
+    if any(map(is_deleted, (first, _find_array(state.opt_arrays), *given))):
         return False
     on_mesh = (hasattr(bound_sharding(value), "mesh") for value in given)
     return bound_sharding(first) is not None or not any(on_mesh)
