@@ -7,18 +7,30 @@ rules by name and for a mesh. Source: ``flax.linen.logical_axis_rules``, ``halia
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
+from penzai_shard.errors import warn_caller
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.rules import Rule
+from penzai_shard.planning.planner import find_doubts
+from penzai_shard.rules import AxisRules, Rule
+
+
+class _AskedNames(set[Any]):
+    """A name in rules that is none: Flax compares each name that a model gives with it."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __eq__(self, name: object) -> bool:
+        self.add(name)
+        return False
 
 
 def compute_by_rules(
-    loss_fn: Callable[..., Any], mesh: AnyMesh, rules: Sequence[Rule]
+    loss_fn: Callable[..., Any], mesh: AnyMesh, rules: Sequence[Rule], known: Iterable[Any]
 ) -> Callable[..., Any]:
     """A loss function in which the constraints of a model are in force.
 
@@ -26,19 +38,28 @@ def compute_by_rules(
         loss_fn: The loss function.
         mesh: The mesh, with Auto axes.
         rules: The rules for activations, of which those count that name an axis by a text.
+        known: The logical axes that rules may name although the model's own code does not.
+
+    Warns:
+        ShardingWarning: A rule names nearly what is known, or what a model of Flax asks for.
     """
 
     @functools.wraps(loss_fn)
     def compute_loss(*args: Any, **inputs: Any) -> Any:
+        asked = _AskedNames({*known, "batch", "seq"})
         with contextlib.ExitStack() as stack:
-            for context in _find_contexts(mesh, rules):
+            for context in _find_contexts(mesh, rules, asked):
                 stack.enter_context(context)
-            return loss_fn(*args, **inputs)
+            result = loss_fn(*args, **inputs)
+        # The names of a preset are alternatives.
+        doubts = find_doubts(AxisRules([x for x in rules if not x.optional]), asked, ())
+        warn_caller(f"compute: {doubt}" for doubt in doubts)
+        return result
 
     return compute_loss
 
 
-def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule]) -> list[Any]:
+def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule], asked: _AskedNames) -> list[Any]:
     """The contexts of the libraries that are imported: their rules by name, and the mesh."""
     flax, haliax = (sys.modules.get(name) for name in ("flax.core.spmd", "haliax.partitioning"))
     if flax is None and haliax is None:
@@ -52,7 +73,7 @@ def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule]) -> list[Any]:
             pairs.append((rule.logical_axis, free[0] if len(free) == 1 else free or None))
     contexts: list[Any] = [] if manual else [jax.sharding.use_abstract_mesh(mesh.abstract_mesh)]
     if flax is not None:
-        contexts.append(flax.logical_axis_rules(tuple(pairs)))
+        contexts.append(flax.logical_axis_rules((*pairs, (asked, None))))
         if linen := sys.modules.get("flax.linen"):
             contexts.append(linen.intercept_methods(_call_without_mesh))
     if haliax is not None:

@@ -111,10 +111,9 @@ class Layout(LayoutPresets, LayoutFiles):
             if shared := {*split["batch"]} & {*split[role]}:
                 what = f"batch and {role} are both split over mesh axis {min(shared)!r}"
                 problems.add("compute", what, "Give them different mesh axes.")
-        others = [role for role in roles if split[role]]
-        others += [x for x in ("between_blocks", "reshard_after_forward") if getattr(self, x)]
-        if self.manual and others:
-            what = f"manual=True runs whole blocks per device, and does not go with {others}"
+        is_split = any(split[role] for role in roles) or self.between_blocks is not None
+        if self.manual and (is_split or self.reshard_after_forward):
+            what = "blocks run per device: they are not split, and gather each parameter once"
             problems.add("manual", what, "Write manual=False.")
         problems.raise_if_any(RuleTypeError)
 
@@ -268,7 +267,7 @@ class Layout(LayoutPresets, LayoutFiles):
             for rule in self.compute.rules
             for axis in axis_roles.axes_of_role(rule.logical_axis, self.names)
         ]
-        return compute_by_rules(loss_fn, auto_twin(mesh), rules)
+        return compute_by_rules(loss_fn, auto_twin(mesh), rules, self.parameters.logical_axes)
 
     # Training
 

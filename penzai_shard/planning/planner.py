@@ -222,21 +222,19 @@ def find_doubts(
     Args:
         rules: The rules.
         present: The logical axes of the arrays.
-        mesh_axes: The mesh axes.
+        mesh_axes: The mesh axes; without them it does not matter whether a rule names any.
 
     Returns:
         A sentence for each of them, for warnings.
 
     >>> find_doubts(AxisRules({"embeding": "data"}), ["embedding"], ["data"])
-    ["rule 'embeding' -> 'data' matches no logical axis of this tree. Did you mean 'embedding'?"]
+    ["rule 'embeding' -> 'data' matches no logical axis. Did you mean 'embedding'?"]
     """
     found = []
     for rule in rules.rules:
         near = None if rule.for_activations else find_near_name(rule, rules, present)
         if near is not None:
-            found.append(
-                f"rule {rule} matches no logical axis of this tree. Did you mean {near!r}?"
-            )
+            found.append(f"rule {rule} matches no logical axis. Did you mean {near!r}?")
     # Rules for activations count where they name an axis, and are not missed where they do not; one
     # for the largest dimension needs no names.
     asked = [rule for rule in rules.rules if not rule.for_activations]
@@ -245,7 +243,7 @@ def find_doubts(
     known = {*rules.logical_axes, *(mesh_axes if IDENTITY in asked else ())}
     parts = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
     is_named = not known.isdisjoint(parts.union(present))
-    if present and is_split and needs_names and not (found or is_named):
+    if present and mesh_axes and is_split and needs_names and not (found or is_named):
         names = ", ".join(map(repr, present))
         found.append(
             f"no rule names a logical axis of this tree ({names}), so that every device gets a "

@@ -1,5 +1,6 @@
 """Models of other libraries in layouts: a small transformer of each, by its own constraints."""
 
+import dataclasses
 import functools
 import re
 
@@ -220,6 +221,31 @@ def test_computing_is_for_evaluations():
         pzs.build_eval_step_fn(loss_fn).lower(state, **batch).as_text() for loss_fn in losses
     )
     assert plain.count("sharding_constraint") < pinned.count("sharding_constraint")
+
+
+@pytest.mark.parametrize("name", ["rows", "act_hidden"])
+def test_a_rule_that_is_nearly_what_a_constraint_asks_for_warns(name):
+    def loss_fn(model, rng, state, x):
+        return pin(x @ model["w"], name, "embed").sum(), state, {}
+
+    # Of these embed is one of parameters, and zebra is nothing's name.
+    rules = {name.replace("d", "", 1).replace("w", ""): "data", "embed": None, "zebra": "model"}
+    layout = Layout(parameters={"embed": "data"}, compute=rules, blocks=())
+    mesh, x = pzs.make_mesh({"data": 4, "model": 2}), jnp.ones((8, 8))
+    with pytest.warns(pzs.ShardingWarning) as caught:
+        jax.eval_shape(layout.computing(loss_fn, mesh), {"w": x}, None, None, x=x)
+    (message,) = (str(one.message) for one in caught)
+    assert f"Did you mean {name!r}" in message
+    right = dataclasses.replace(layout, compute={name: "data", "zebra": "model"})
+    jax.eval_shape(right.computing(loss_fn, mesh), {"w": x}, None, None, x=x)
+
+
+@pytest.mark.parametrize("misspelt", ["bacth", "hiden"])
+def test_a_rule_that_is_nearly_one_of_batch_and_parameters_warns(misspelt):
+    layout = Layout(parameters={"hidden": "data"}, compute={misspelt: "model"}, blocks=())
+    mesh = pzs.make_mesh({"data": 4, "model": 2})
+    with pytest.warns(pzs.ShardingWarning, match="Did you mean '(batch|hidden)'"):
+        layout.computing(lambda: None, mesh)()
 
 
 def test_gathering_is_for_evaluations():
