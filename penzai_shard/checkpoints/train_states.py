@@ -109,6 +109,16 @@ def restore_train_state(
 
     Warns:
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
+
+    >>> import tempfile
+    >>> import penzai_shard as pzs
+    >>> from penzai import pz
+    >>> state, mesh = {"w": pz.nx.ones({"features": 8})}, pzs.make_mesh({"data": 8})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_train_state(f"{folder}/state", state)
+    ...     restored = restore_train_state(path, state, mesh, {"features": "data"})
+    >>> restored["w"].data_array.sharding.spec
+    P('data',)
     """
     called = "restore_train_state"
     options = Options(called, allow, rename_axes, names, verify=verify, progress=progress)

@@ -196,6 +196,13 @@ class Layout(LayoutPresets, LayoutFiles):
 
         Raises:
             PlanError, MeshError, RuleTypeError: As ``make_plan`` and ``for_model``.
+
+        >>> import penzai_shard as pzs
+        >>> from penzai import pz
+        >>> model = {"w": pz.nx.ones({"embedding": 64, "neurons": 256})}
+        >>> layout, mesh = Layout.fully_sharded(), pzs.make_mesh({"data": 8}, abstract=True)
+        >>> layout.plan(model, mesh).leaves[0].reason
+        "'neurons' -> 'data' (largest free)"
         """
         found = self.find_roles(tree, mesh)
         plan = make_plan(tree, mesh, found.tables["parameters"], **self._relax(options))
@@ -329,6 +336,24 @@ class Layout(LayoutPresets, LayoutFiles):
 
         Raises:
             PlanError, MeshError, RuleTypeError: As the functions that this one calls.
+
+        >>> import optax, penzai_shard as pzs
+        >>> from penzai import pz
+        >>> def loss_fn(model, rng, state, x):
+        ...     return (model["w"] * x).untag("batch", "features").sum().unwrap(), state, {}
+        >>> layout, mesh = Layout.fully_sharded(min_size=1), pzs.make_mesh({"data": 8})
+        >>> state, step = layout.build(
+        ...     lambda key: {"w": pz.nx.ones({"features": 8})},
+        ...     jax.random.key(0),
+        ...     mesh=mesh,
+        ...     loss_fn=loss_fn,
+        ...     optimizer=optax.sgd(0.1),
+        ...     rng=jax.random.key(1),
+        ... )
+        >>> batch = layout.shard_batch({"x": pz.nx.ones({"batch": 8, "features": 8})}, mesh)
+        >>> state, aux = step(state, **batch)
+        >>> int(state.step), state.params["w"].data_array.sharding.spec
+        (1, P('data',))
         """
         of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
         shapes = abstract_model(initializer, *args)

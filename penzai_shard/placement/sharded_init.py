@@ -152,6 +152,14 @@ def initialize_parameters_sharded(
 
     Raises:
         PlanError, MeshError, RuleTypeError: As ``make_plan``.
+
+    >>> import penzai_shard as pzs
+    >>> from penzai.deprecated.v1 import pz as pz_v1
+    >>> layer = pz_v1.nn.Linear.from_config(input_axes={"a": 4}, output_axes={"b": 8})
+    >>> mesh = pzs.make_mesh({"data": 8})
+    >>> layer = initialize_parameters_sharded(layer, jax.random.key(0), mesh, {"b": "data"})
+    >>> layer.weights.value.data_array.sharding.spec
+    P(None, 'data')
     """
     from penzai.deprecated.v1.nn.parameters import initialize_parameters
 

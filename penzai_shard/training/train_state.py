@@ -49,6 +49,13 @@ class TrainState:
         root_rng: The random key of the run, from which each step derives its own.
         fixed_arrays: The other arrays of the model, by path: frozen parameters, and constants.
         template: The rest of the model, and the optimizer.
+
+    >>> import optax
+    >>> from penzai import pz
+    >>> model = {"w": pz.nx.ones({"features": 8})}
+    >>> state = TrainState.initial_state(model, optax.adam(1e-3), jax.random.key(0))
+    >>> state, state.params["w"].named_shape
+    (TrainState(step=0, 1 trained, 0 frozen, 0 state), {'features': 8})
     """
 
     step: Any
