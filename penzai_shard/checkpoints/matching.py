@@ -274,11 +274,7 @@ class _Matching:
             named.update(dict.fromkeys(fitting))
             if not fitting:
                 what = f"names: no stored path, or none that is left, fits {pattern!r}"
-                fix = _suggest(pattern, paths)
-                if not fix and any(matches(pattern, path) for path in self.wanted):
-                    # Stored and wanted paths are exchanged.
-                    fix = f"Write names={ {new: old for old, new in rules.items()} }."
-                self.add("", what, "names", fix)
+                self.add("", what, "names", _suggest(pattern, paths))
             elif new is not None and _WILDCARDS.findall(pattern) != _WILDCARDS.findall(new):
                 what = f"names: the wildcards of {pattern!r} and {new!r} differ"
                 self.add("", what, "names", f"Write those of {pattern!r} in their order.")
@@ -376,11 +372,8 @@ class _Matching:
                 free.pop(next(i for i, dim in enumerate(free) if names[dim] == name))
                 for name in wanted_names
             )
-            if (shape := tuple(stored.shape[dim] for dim in order)) != wanted.shape:
-                sizes = zip(wanted_names, shape, wanted.shape, strict=True)
-                own = [f"{name or 'length'}={old}" for name, old, new in sizes if old != new]
-                # Or other names in ``axes=``, which nobody knows.
-                fix = "" if self.options.axes else f"Build the model with {', '.join(own)}."
+            if tuple(stored.shape[dim] for dim in order) != wanted.shape:
+                fix = "Build the model with the sizes that are stored."
                 self.add(path, f"the sizes differ: {both}", "sizes", fix)
 
         stack, pick = source.stack, source.pick
@@ -436,25 +429,8 @@ class _Matching:
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 self.add(name, f"{what}, or fewer blocks", "extra")
 
-    def _suggest_depth(self) -> dict[str, str]:
-        """A rule where all that the optimizer keeps stands deeper on one side, as in a chain."""
-        start = len(OPTIMIZER)
-        stored, wanted = (
-            {path[start:]: x.shape for path, x in side.items() if path.startswith(OPTIMIZER)}
-            for side in (self.stored, self.wanted)
-        )
-        for outer, inner in ((stored, wanted), (wanted, stored)):
-            for path in inner:
-                front = path.removesuffix(next(iter(outer), path))
-                if front.endswith("/") and {front + x: outer[x] for x in outer} == inner:
-                    high, low = f"{OPTIMIZER}**", f"{OPTIMIZER}{front}**"
-                    return {high: low} if outer is stored else {low: high}
-        return {}
-
     def _suggest_names(self, missing: Iterable[str]) -> dict[str, str]:
         """Rules for stored arrays that fill none: those of the same sizes with the nearest path."""
-        if moved := self._suggest_depth():
-            return moved
         # Blocks have one rule, with a wildcard for the number.
         left = {fold_key(path): self.stored[path] for path in self.names if self.left[path]}
         wanted = {fold_key(path): self.wanted[path] for path in missing}

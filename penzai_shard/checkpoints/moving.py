@@ -6,8 +6,6 @@ three times as much: they gather whole arrays, or send pieces twice (jax 0.10.2)
 """
 
 import functools
-import logging
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from penzai_shard import errors
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, itemsize
 from penzai_shard.arrays.structure import Leaf
@@ -24,9 +21,7 @@ from penzai_shard.checkpoints.filling import Bounds, Source, find_bounds, refuse
 from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.records import make_record
 from penzai_shard.checkpoints.value_checksums import plain_context
-from penzai_shard.errors import Problem
 from penzai_shard.processes.arrays import put
-from penzai_shard.reports.quantities import bytes_text
 
 _CALLED = "move"
 
@@ -44,8 +39,7 @@ def move(
 ) -> Any:
     """The values of one live tree in another: on another mesh, in other blocks, under other names.
 
-    From a trainer to a rollout, from another library's model to one of Penzai. How many arrays
-    moved, and how many bytes devices sent, is logged at level INFO of the logger "penzai_shard".
+    From a trainer to a rollout, from another library's model to one of Penzai.
 
     Args:
         tree: A model, a tree of arrays, or a train state, with values. It is not changed.
@@ -94,10 +88,7 @@ def move(
     leaves, structure = parameters.read_tree(_CALLED, into)
     here, there = ({leaf.path for leaf in side} for side in (given, leaves))
     is_state, headline = parameters.is_train_state(here), "these values do not fit into the tree:"
-    if is_state != parameters.is_train_state(there):
-        fix = "Write move(state.model, into)." if is_state else "Write move(tree, into.model)."
-        problem = Problem("", "only one of the two is a train state", fix, "kind")
-        raise errors.CheckpointMismatchError(headline, [problem])
+    parameters.refuse_other_kind(headline, here, there)
     # State variables that both have, and what only the tree can give.
     both = {x.path for x in leaves if x.role == "state" or is_struct(x.value)} & here
     stored, wanted = (_choose(side, both, is_state) for side in (given, leaves))
@@ -109,18 +100,12 @@ def move(
     kept, _ = run_inputs({x.path: x.value for x in leaves if x.path not in sources}, _CALLED)
     layout = parameters.read_layout(_CALLED, into, None)
     arrays, values = {leaf.path: leaf for leaf in found}, {leaf.path: leaf.value for leaf in kept}
-    whats, total = Counter({"keep their values": len(values)}), 0
     with plain_context(_CALLED):
         for leaf in wanted:
             if source := sources.get(leaf.path):
                 target = layout[leaf.path] if bound_sharding(leaf.value) else None
                 parts = [arrays[path] for path in source.stored]
-                values[leaf.path], what, sent = _move_array(leaf, source, parts, target)
-                whats[what] += 1
-                total += sent
-    said = ", ".join(f"{count:,} {what}" for what, count in whats.items() if count)
-    text = "moved arrays: %s; devices sent %s"
-    logging.getLogger("penzai_shard").info(text, said, bytes_text(total))
+                values[leaf.path] = _move_array(leaf, source, parts, target)
     return parameters.fill_tree(leaves, structure, values)
 
 
@@ -136,8 +121,8 @@ def _choose(leaves: Sequence[Leaf], more: Collection[str], is_state: bool) -> li
 
 def _move_array(
     leaf: Leaf, source: Source, parts: Sequence[Leaf], target: Sharding | None
-) -> tuple[jax.Array, str, int]:
-    """The array of a leaf where the target says, what was done, and how many bytes were sent."""
+) -> jax.Array:
+    """The array of a leaf where the target says."""
     # JAX would use the memory of NumPy arrays, which others can write to.
     arrays = [x.value if isinstance(x.value, jax.Array) else jnp.array(x.value) for x in parts]
     array = arrays[0]
@@ -148,12 +133,11 @@ def _move_array(
     # The fewer bytes are sent.
     if itemsize(leaf.dtype) < itemsize(array.dtype):
         array = _cast(leaf, array)
-    what, sent = "lie right" if array is parts[0].value else "arranged", 0
     if target and array.sharding.is_equivalent_to(target, array.ndim):
         array = jax.device_put(array, target)  # The same memory, under the mesh of the target.
     elif target:
-        what, (array, sent) = "arrived", _send(array, target)
-    return _cast(leaf, array), what, sent
+        array = _send(array, target)
+    return _cast(leaf, array)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -181,16 +165,16 @@ def _cast(leaf: Leaf, array: jax.Array) -> jax.Array:
 # Between devices
 
 
-def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
-    """An array on other devices, in memory of its own, and the bytes that devices sent for it."""
+def _send(array: jax.Array, target: Sharding) -> jax.Array:
+    """An array on other devices, in memory of its own."""
     shardings = array.sharding, target
     is_far = not all(sharding.is_fully_addressable for sharding in shardings)
     is_far |= shardings[0].memory_kind != target.memory_kind
     if is_far or is_key_type(array.dtype) or not array.size:
         # JAX moves between processes, to the memory of the host, and what is small.
-        return put([array], [target])[0], 0
+        return put([array], [target])[0]
 
-    parts, sent, held = [], 0, [*array.addressable_shards]
+    parts, held = [], [*array.addressable_shards]
     for number, (device, index) in enumerate(target.devices_indices_map(array.shape).items()):
         part = find_bounds(index, array.shape)
         pieces: dict[Bounds, jax.Array] = {}
@@ -203,11 +187,10 @@ def _send(array: jax.Array, target: Sharding) -> tuple[jax.Array, int]:
             if both not in pieces and all(start < stop for start, stop in both):
                 ends = zip(both, box, strict=True)
                 piece = shard.data[tuple(slice(a - c, b - c) for (a, b), (c, _) in ends)]
-                sent += piece.nbytes * (shard.device != device)
                 pieces[both] = jax.device_put(piece, device)
         starts = [[a - b for (a, _), (b, _) in zip(x, part, strict=True)] for x in pieces]
         parts.append(_join([*pieces.values()], starts, tuple(b - a for a, b in part)))
-    return jax.make_array_from_single_device_arrays(array.shape, target, parts), sent
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 
 @functools.partial(jax.jit, static_argnums=2)

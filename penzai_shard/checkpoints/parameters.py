@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from penzai_shard import errors
 from penzai_shard.arrays.inputs import run_inputs
@@ -89,17 +89,16 @@ def with_params(model: Any, params: Any) -> Any:
     [1.0, 1.0]
     """
     leaves, structure = read_tree("with_params", model)
-    own = {leaf.path: leaf for leaf in parameters_of(leaves)}
-    given = {leaf.path: leaf for leaf in parameters_of(read_tree("with_params", params)[0])}
+    given = parameters_of(read_tree("with_params", params)[0])
+    own, others = (
+        {leaf.path: ArrayRecord(leaf.shape, "array", leaf.names) for leaf in side}
+        for side in (parameters_of(leaves), given)
+    )
     problems = Problems("these values are not those of the model's parameters:")
-    for path in dict.fromkeys([*own, *given]):
-        sides = own.get(path), given.get(path)
-        if len({side and (side.names, side.shape) for side in sides}) > 1:
-            ours, theirs = (make_record(side) if side else "nothing" for side in sides)
-            what = f"the model has {ours}, and the values have {theirs}"
-            problems.add(path, what, "Give the paths and axes of param_dict(model).")
+    what = "the model has {}, and the values have {}"
+    problems.compare(own, others, what, "Give the paths and axes of param_dict(model).")
     problems.raise_if_any(errors.CheckpointMismatchError)
-    return fill_tree(leaves, structure, {path: leaf.value for path, leaf in given.items()})
+    return fill_tree(leaves, structure, {leaf.path: leaf.value for leaf in given})
 
 
 def restore_structs(
@@ -292,13 +291,7 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     for leaf in leaves or [Leaf("", None, (), None, tree)]:
         if leaf.dtype is None or not leaf.path:
             what = f"this {type(leaf.value).__name__} is not one"
-            fix = "Write {'name': array}."
-            # What other functions of this library take at this place.
-            if called == "move" and isinstance(tree, Mesh | AbstractMesh):
-                fix = "Write place(tree, mesh, rules); move(tree, into) fills another tree."
-            elif leaf.dtype is None and called.startswith(("save_", "restore_")) and not leaf.path:
-                fix = f"Write {called}(path, tree): the path stands first, then the tree."
-            problems.add(leaf.path, what, fix)
+            problems.add(leaf.path, what, "Write {'name': array}.")
     problems.raise_if_any(errors.RuleTypeError)
     leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
     return name_statistics(leaves), structure
@@ -318,6 +311,18 @@ def paths_with_values(leaves: Sequence[Leaf]) -> list[str]:
 def is_train_state(paths: Collection[str]) -> bool:
     """Whether the arrays are those of a train state, of this library or of another."""
     return "step" in paths and any(path.startswith((PARAMETERS, OPTIMIZER)) for path in paths)
+
+
+def refuse_other_kind(headline: str, first: Collection[str], second: Collection[str]) -> None:
+    """Refuses two sides of which only one has the arrays of a train state.
+
+    Raises:
+        CheckpointMismatchError: They are so.
+    """
+    if is_train_state(first) != is_train_state(second):
+        fix = "Give the model: restore_params(path, state.model), or move(state.model, into)."
+        problem = Problem("", "only one of the two is a train state", fix, "kind")
+        raise errors.CheckpointMismatchError(headline, [problem])
 
 
 def fill_tree(leaves: Sequence[Leaf], structure: Structure, values: Mapping[str, Any]) -> Any:
@@ -410,15 +415,9 @@ def restore_tree(
     with together("reading what a checkpoint holds"), plain_context(options.called):
         manifest = path if isinstance(path, Manifest) else read_manifest(path)
         headline = f"the checkpoint at {manifest.path} does not fit:"
-        start, stored, what = "", manifest.records, ""
-        if manifest.kind in ("params", "tensors"):
-            what = "it holds parameters, and no train state"
-        elif is_train_state(stored) and not (is_train_state(records) or options.names):
-            what = "it holds a train state, and the tree is none"
-        if what and is_state:
-            fix = "Write restore_params(path, model, mesh, rules)."
-            problem = Problem("", what, fix, "kind")
-            raise errors.CheckpointMismatchError(headline, [problem])
+        start, stored = "", manifest.records
+        if is_state and not options.names:
+            refuse_other_kind(headline, stored, records)
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
         sources = find(stored, records, options, headline=headline, own=own)

@@ -167,7 +167,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if not is_checkpoint(final):
         if tensor_files.is_tensors(final):
             return _read_tensors(final)
-        raise CheckpointNotFoundError(_ABSENT, [_explain_absence(path, final)])
+        raise CheckpointNotFoundError(_ABSENT, [_explain_absence(final)])
     # Opening a pipe in place of a file would never end.
     files = [file for file in final.rglob("*") if not file.is_dir()]
     others = [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]
@@ -182,7 +182,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             return _read_own(final, final / storage.STATE, metadata)
         store = storage.find_plain_store(final)
     if store is None:
-        raise CheckpointNotFoundError(_ABSENT, [_explain_absence(path, final)])
+        raise CheckpointNotFoundError(_ABSENT, [_explain_absence(final)])
 
     # Orbax wrote no dtypes, but the arrays have them.
     found = store.open(store.prefixes)
@@ -190,15 +190,11 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return Manifest(str(final), None, records, metadata, store)
 
 
-def _explain_absence(path: str | os.PathLike[str], final: pathlib.Path) -> Problem:
+def _explain_absence(final: pathlib.Path) -> Problem:
     # It may be inside, or misspelt.
     inside = sorted(filter(_can_be_read, final.glob("*")))
     beside = {x.name: str(x) for x in filter(_can_be_read, final.parent.glob("*"))}
-    fix = "Write the path that saving returned, or that of safetensors files."
-    text = os.fspath(path)
-    if text.count("/") == 1 and not final.exists():
-        # It may be the name of a repository.
-        fix = f"Write the path that saving or huggingface_hub.snapshot_download({text!r}) returned."
+    fix = "Write the path that saving, or huggingface_hub.snapshot_download, has returned."
     # Of the steps of a run the newest.
     if found := str(inside[-1]) if inside else beside.get(nearest(final.name, beside) or ""):
         fix = f"Write {found!r}."

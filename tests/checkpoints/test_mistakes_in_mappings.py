@@ -72,11 +72,6 @@ def unlike_path(draw):
     return {other if key == path else key: value for key, value in ZEROS.items()}, {}, other
 
 
-def exchanged_rules(draw):
-    wanted = {path.replace("net/block", "layer"): value for path, value in ZEROS.items()}
-    return wanted, {"names": {"layer_*/**": "net/block_*/**"}}, ""
-
-
 def one_path_twice(draw):
     path, other = draw.sample([f"net/block_{i}/up.w" for i in range(3)], 2)
     wanted = {key: value for key, value in ZEROS.items() if key != path}
@@ -130,7 +125,7 @@ def wrong_choice(draw):
     return ZEROS, {"only": wrong, "others": "keep"}, wrong
 
 
-MISTAKES = [wrong_rule, wrong_rule, other_paths, unlike_path, exchanged_rules, one_path_twice]
+MISTAKES = [wrong_rule, wrong_rule, other_paths, unlike_path, one_path_twice]
 MISTAKES += [wrong_axis, renamed_axis, renamed_in_one_array, other_form, other_form, fewer_arrays]
 MISTAKES += [more_arrays, stacked, wrong_choice]
 

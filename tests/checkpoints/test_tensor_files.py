@@ -156,12 +156,10 @@ def test_read_manifest_of_files_that_cannot_be_read_says_why(tmp_path):
 def test_read_manifest_of_other_forms_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (problem,) = refused(CheckpointNotFoundError, read_manifest, "google/gemma-2b").values()
-    assert "snapshot_download('google/gemma-2b')" in problem.fix
+    assert "huggingface_hub.snapshot_download" in problem.fix
     write_one(tmp_path, TENSORS)
     (problem,) = refused(CheckpointNotFoundError, read_manifest, "modle.safetensors").values()
     assert str(tmp_path / "model.safetensors") in problem.fix
-    with pytest.raises(pzs.CheckpointMismatchError, match="restore_params"):
-        pzs.restore_train_state(tmp_path, MODEL)
 
 
 # Damages
