@@ -75,7 +75,6 @@ class Source:
         stack: The dimension along which several are stacked.
         pick: Of a dimension of ``shape`` that the array lacks: which it is, and the position in it.
         plus: What is added to each number, after it was cast to the wanted dtype.
-        pad: How many rows of zeros follow along the first dimension of ``shape``.
     """
 
     stored: tuple[str, ...]
@@ -84,7 +83,6 @@ class Source:
     stack: int | None = None
     pick: tuple[int, int] | None = None
     plus: float = 0.0
-    pad: int = 0
 
     @property
     def rows(self) -> int:
@@ -126,14 +124,8 @@ class Source:
         if self.pick is not None:
             dimension, position = self.pick
             wanted[dimension] = slice(position, position + 1)
-        part = [wanted[i] for i in range(len(self.shape))]
-        if self.pad:
-            start, stop = (min(end, self.shape[0]) for end in (part[0].start, part[0].stop))
-            zeros = part[0].stop - part[0].start - (stop - start)
-            part[0] = slice(start, stop)
-        piece = read(name, tuple(part), self.shape)
-        if self.pad:
-            piece = np.pad(piece, [(0, zeros), *[(0, 0)] * (piece.ndim - 1)])
+        part = tuple(wanted[i] for i in range(len(self.shape)))
+        piece = read(name, part, self.shape)
         # The dimension of which one position is picked is the last of those wanted.
         piece = piece.transpose([*wanted])
         return piece if self.pick is None else piece[..., 0]

@@ -114,7 +114,7 @@ def refuse_existing(
     """
     is_empty = final.is_dir() and not any(final.iterdir())
     if os.path.lexists(final) and not (overwrite and (is_empty or is_ours(final))):
-        fix = "Save to another path, or write overwrite=True, which replaces checkpoints only."
+        fix = "Save to another path, or write overwrite=True, which replaces what was saved so."
         refuse_save(final, "something is there", fix)
 
 

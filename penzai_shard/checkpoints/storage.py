@@ -141,7 +141,6 @@ class OrbaxStore:
         missing = {"fill_missing_data_reads": not form.get("store_array_data_equal_to_fill_value")}
         self._spec = {"driver": driver, "recheck_cached_data": "open", **missing}
         self._opened: dict[str, Any] = {}
-        self._index = pathlib.Path(directory, "manifest.ocdbt") if form["use_ocdbt"] else None
 
     def open(self, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Opens arrays; the shape and dtype of each.
@@ -160,10 +159,6 @@ class OrbaxStore:
                 self._opened[name] = opened.result()
             except Exception as error:  # TensorStore raises whatever its drivers raise.
                 damaged[name] = f"it cannot be read: {shorten(error)}"
-        index = self._index
-        if damaged and index and index.parent.is_dir() and not index.exists():
-            # Without this file no array is found, and each would say so.
-            damaged = {f"{index.parent.name}/{index.name}": "the file is missing"}
         refuse_damage(self._path, damaged)
         arrays = {name: self._opened[name] for name in pending}
         return {name: (tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
@@ -251,9 +246,7 @@ def _open_objects(url: str, act: str, error: Callable[..., Exception]) -> Iterat
     except errors.ShardingError:
         raise
     except Exception as reason:  # TensorStore raises whatever its drivers raise.
-        # Of what is not there TensorStore says nothing else.
-        is_absent, said = isinstance(reason, KeyError), f"{type(reason).__name__} {shorten(reason)}"
-        what = f"{act} fails: {'nothing is there' if is_absent else said}"
+        what = f"{act} fails: {type(reason).__name__} {shorten(reason)}"
         fix = "Write the url that saving returned, or give permission there."
         raise error("the object store:", [errors.Problem(url, what, fix)]) from reason
 

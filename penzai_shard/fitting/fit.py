@@ -196,9 +196,7 @@ def _check(given: Mapping[str, Any]) -> None:
     is_placing &= "mesh" not in absent or {"rules", "first_axis"} <= absent
     is_state = isinstance(given["state"], TrainState) and not is_struct(given["state"].step)
     is_saving = "checkpoint" not in absent or {"save_every", "keep_every", "best"} <= absent
-    is_event = "stop_event" in absent or hasattr(given["stop_event"], "is_set")
     rightness = {
-        "stop_event": (is_event, "stop_event=threading.Event()"),
         "state": (is_state, "state=TrainState.initial_state(model, optimizer, rng)"),
         "batches": ("checkpoint" in absent or can_begin_anew(given["batches"]), _ANEW),
         "tokens_axes": (not isinstance(given["tokens_axes"], str), "tokens_axes=('batch', 'seq')"),

@@ -285,15 +285,12 @@ class TrainingLoop:
         numbers = {**numbers, "loss": record.loss, "evaluation": record.evaluation}
         metrics = read_numbers(numbers)
         extra = {"batches": self.position._asdict()}
-        # An evaluation has it, perhaps.
-        missing = {self.best[0]: math.nan} if self.best and self.best[0] not in metrics else {}
-        self.manager.save(self.done, self.state, metrics | missing, extra=extra)
+        # What is saved between evaluations may lack the metric of the best.
+        if self.best and self.evaluate and record.evaluation is None:
+            metrics.setdefault(self.best[0], math.nan)
+        self.manager.save(self.done, self.state, metrics, extra=extra)
         self.saved = self.done
         self._pace.skip()
-        if missing and (record.evaluation is not None or self.evaluate is None):
-            what = f"no step has the metric {self.best[0]!r}, but {', '.join(metrics)}"
-            problem = Problem("best", what, "Write best=('loss', 'min').")
-            raise errors.RuleTypeError("fit:", [problem])
 
 
 def _is_due(every: int | None, step: int) -> bool:
@@ -367,7 +364,8 @@ def stop_requests(event: Any) -> Iterator[Callable[[], str]]:
             signal.signal(*handlers.popitem())
 
     def find_reason() -> str:
-        return received[0] if received else "stop_event" if event and event.is_set() else ""
+        is_set = event is not None and event.is_set()
+        return received[0] if received else "stop_event" if is_set else ""
 
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:

@@ -39,7 +39,6 @@ def load_safetensors(
     dtype: Any = None,
     use_layer_stack: bool = False,
     upcast_activations: bool = False,
-    vocabulary: int | None = None,
     plan: ShardingPlan | None = None,
     axis_name_to_mesh_name: Any = None,
     names: Mapping[str, str | None] | None = None,
@@ -73,8 +72,6 @@ def load_safetensors(
             ``allow="cast"`` lets them.
         use_layer_stack: Whether the blocks become one ``pz.nn.LayerStack``.
         upcast_activations: Whether the model computes with float32, whatever its parameters are.
-        vocabulary: How many tokens the model has, if more than are stored, so that mesh axes
-            divide them; those that are added are zeros. ``save_safetensors`` cuts them off.
         plan: A plan of the model, in place of mesh, rules and options.
         axis_name_to_mesh_name: The rules under Penzai's name.
         names: With ``into``: as for ``restore_params``, ``{"layers.*.weight": "block_*/w"}``.
@@ -117,8 +114,7 @@ def load_safetensors(
     >>> dict(loaded["up"].named_shape)
     {'embedding': 4, 'neurons': 8}
     """
-    flags = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
-    building: dict[str, Any] = {**flags, "vocabulary": vocabulary}
+    building = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
     filling = {"rename_axes": rename_axes, "names": names, "others": others, "axes": axes or {}}
     dtype, known = models.name_dtype(dtype), models.DTYPES if into is None else FRACTIONS
     checks = {"dtype": (dtype, dtype in (None, *known), models.DTYPE_FIX)}

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from penzai_shard import errors
-from penzai_shard.paths import nearest
 from penzai_shard.pretrained.families import BANDS, BUILD, COPY, FAMILIES, FULL, SLIDING, Attribute
 
 CONFIG = "config.json"
@@ -119,9 +118,7 @@ def _read_json(source: str) -> Mapping[str, Any]:
     try:
         text = (path / CONFIG if path.is_dir() else path).read_bytes()
     except (OSError, ValueError) as error:
-        near = nearest(source.rpartition("/")[2].lower(), known)
-        meant = repr(near) if near else "the path of a config.json, or give its attributes"
-        fix = f"Write {meant}; published are {', '.join(known)}."
+        fix = f"Write the path of a config.json, or its attributes, or one of {', '.join(known)}."
         # Whoever gives a model is not shown all of it.
         problem = errors.Problem("", f"{source[:100]!r} is no file and no published name", fix)
         raise errors.CheckpointNotFoundError("no such configuration:", [problem]) from error

@@ -7,8 +7,6 @@ is stored is checked and never trusted.
 import dataclasses
 import functools
 import math
-import os
-import pathlib
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -17,14 +15,13 @@ import jax.numpy as jnp
 from penzai import pz
 
 from penzai_shard.checkpoints.filling import Shape, Source
-from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
-from penzai_shard.checkpoints.tensor_files import is_tensors
+from penzai_shard.checkpoints.records import ArrayRecord
 from penzai_shard.errors import Problems, check_arguments
 from penzai_shard.paths import matches
 from penzai_shard.pretrained.families import FAMILIES
 from penzai_shard.pretrained.model_configs import ModelConfig, read_config
 
-STACK_AXIS, VOCABULARY = "blocks", "vocabulary"
+STACK_AXIS = "blocks"
 _QKV, _PARTS = "qkv", ("query", "key", "value")
 # The logical axes of what Hugging Face calls heads; a parameter has some of them, in this order.
 _HEADS = ("heads", "head_groups", "query_heads")
@@ -42,18 +39,15 @@ def model_of_config(
     dtype: Any = None,
     use_layer_stack: bool = False,
     upcast_activations: bool = False,
-    vocabulary: int | None = None,
 ) -> Any:
     """Penzai's model of a configuration, without values: to plan, to price, to restore into.
 
     Args:
         config: As for ``read_config``: attributes, a path, or a published name.
-        dtype: ``"bfloat16"`` or ``"float32"``; by default that of the weights if the path of their
-            folder is given, or else the one that the configuration says. Of other ones Penzai has
-            no models, and bfloat16 takes their place.
+        dtype: ``"bfloat16"`` or ``"float32"``; by default the one that the configuration says. Of
+            other ones Penzai has no models, and bfloat16 takes their place.
         use_layer_stack: Whether its blocks are one ``pz.nn.LayerStack``.
         upcast_activations: Whether it computes with float32, whatever its parameters are.
-        vocabulary: How many tokens it has, if these are more than the configuration says.
 
     Returns:
         The model that ``load_safetensors`` makes of the weights, frozen, with
@@ -61,9 +55,8 @@ def model_of_config(
 
     Raises:
         CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError: As
-            ``read_config``; or weights in the folder are not whole.
-        RuleTypeError: An option cannot be read, blocks that differ shall be one stack, or there are
-            more tokens than are asked for.
+            ``read_config``.
+        RuleTypeError: An option cannot be read, or blocks that differ shall be one stack.
 
     >>> import penzai_shard as pzs
     >>> mesh = pzs.make_mesh({"data": 16}, abstract=True)
@@ -71,19 +64,16 @@ def model_of_config(
     >>> {leaf.path: leaf.spec for leaf in plan.leaves}["transformer/embedder.embeddings"]
     P(None, 'data')
     """
-    path, config = config, read_config(config)
-    family, known = FAMILIES[config.family], config["vocab_size"]
-    tokens = known if vocabulary is None else vocabulary
+    config = read_config(config)
+    family = FAMILIES[config.family]
     if dtype is None:
-        has_weights = isinstance(path, str | os.PathLike) and is_tensors(pathlib.Path(path))
-        found = find_dtype(config, read_manifest(path).records if has_weights else {})
-        dtype = found if found in DTYPES else "bfloat16"
+        said = find_dtype(config, {})
+        dtype = said if said in DTYPES else "bfloat16"
     dtype = name_dtype(dtype)
     differ = len({*config.layers}) > 1 or not family.can_stack
     no_stack = f"use_layer_stack=False, as blocks of this {config.family} differ"
     checks = {
         "use_layer_stack": (use_layer_stack, not (use_layer_stack and differ), no_stack),
-        "vocabulary": (tokens, type(tokens) is int and tokens >= known, f"{known} or more"),
         "dtype": (dtype, dtype in DTYPES, DTYPE_FIX),
     }
     check_arguments(f"cannot build {config.source}", checks)
@@ -94,7 +84,6 @@ def model_of_config(
         activation_dtype=jnp.dtype("float32" if upcast_activations else dtype),
         use_layer_stack=use_layer_stack,
     )
-    config = dataclasses.replace(config, values={**config.values, "vocab_size": tokens})
     # The parameters of all blocks are as those of the first: one is traced 30 times as fast as 80.
     traced = config.layers if use_layer_stack else config.layers[:1]
     first = dataclasses.replace(config, layers=traced)
@@ -160,38 +149,34 @@ def read_tables(
             path = f"transformer/{block}{parameter}"
             if path not in parameters:
                 path = f"transformer/{STACK_AXIS}/{parameter}"
-            record, tokens = parameters[path], config["vocab_size"]
-            source, shapes[tensor] = _read_dims(dims, number, record, tokens)
+            source, shapes[tensor] = _read_dims(dims, number, parameters[path])
             plus = family.plus if parameter.endswith(_NORM) else 0.0
             before = sources[path].stored if path in sources else ()
             sources[path] = dataclasses.replace(source, stored=(*before, tensor), plus=plus)
     return sources, shapes
 
 
-def _read_dims(dims: str, number: int, parameter: ArrayRecord, tokens: int) -> tuple[Source, Shape]:
+def _read_dims(dims: str, number: int, parameter: ArrayRecord) -> tuple[Source, Shape]:
     """How a parameter lies in a tensor with these dimensions, and the tensor's shape.
 
     Args:
         dims: The dimensions as a table has them.
         number: Which one of queries, keys and values it is, if these stand in one tensor.
         parameter: The parameter.
-        tokens: How many tokens the stored vocabulary has.
     """
     axes: Any = parameter.names or ()
-    sizes: dict[Any, int] = dict(zip(axes, parameter.shape, strict=True))
-    stored = {**sizes, VOCABULARY: tokens, _QKV: len(_PARTS)}
+    sizes: dict[Any, int] = {**dict(zip(axes, parameter.shape, strict=True)), _QKV: len(_PARTS)}
     heads = "*".join(axis for axis in _HEADS if axis in sizes)
     tensor = [dim.split("*") for dim in dims.replace("heads", heads).split()]
     split = [axis for dim in tensor for axis in dim if axis]
     source = Source(
         (),
-        tuple(stored[axis] for axis in split),
+        tuple(sizes[axis] for axis in split),
         tuple(split.index(axis) for axis in axes if axis != STACK_AXIS),
         stack=axes.index(STACK_AXIS) if STACK_AXIS in axes else None,
         pick=(split.index(_QKV), number) if _QKV in split else None,
-        pad=sizes.get(VOCABULARY, tokens) - tokens,
     )
-    return source, tuple(math.prod(stored[axis] for axis in dim if axis) for dim in tensor)
+    return source, tuple(math.prod(sizes[axis] for axis in dim if axis) for dim in tensor)
 
 
 def find_tied(config: ModelConfig) -> dict[str, str]:

@@ -22,7 +22,7 @@ from penzai_shard.checkpoints.filling import Source
 from penzai_shard.checkpoints.matching import Options, name_arrays
 from penzai_shard.checkpoints.parameters import parameters_of, read_tree
 from penzai_shard.checkpoints.records import ArrayRecord, absolute_path, make_record, write_texts
-from penzai_shard.checkpoints.replacement import Replacement, refuse_save
+from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.checkpoints.saving import refuse_existing, undo_on_failure
 from penzai_shard.checkpoints.tensor_files import DTYPES, FRACTIONS, INDEX, SUFFIX, is_tensors
 from penzai_shard.checkpoints.value_checksums import compute_checksums, plain_context
@@ -75,7 +75,6 @@ def save_safetensors(
         path: The folder to make.
         model: As for ``param_dict``, with values. The devices are those of one process.
         config: The configuration whose model it is, as for ``load_safetensors``; it is copied.
-            Tokens that ``vocabulary=`` has added are cut off.
         names: Without ``config``: for a path of the model, or a pattern, the name of the tensor,
             with the wildcards of the pattern in their order; None leaves the parameter out.
         dtype: What numbers with a fraction become.
@@ -148,13 +147,8 @@ def save_safetensors(
 
 
 def _has_weights_only(folder: pathlib.Path) -> bool:
-    """Whether such weights are in a folder; if something else is too, it is refused by its name."""
-    files = sorted(folder.glob("*")) if is_tensors(folder) else []
-    for file in files:
-        if not file.name.endswith(SUFFIX) and file.name not in (INDEX, CONFIG):
-            fix = "Move it away, or save to another path."
-            refuse_save(file, "it is in the folder, and is no file of weights", fix)
-    return bool(files)
+    names = {file.name for file in folder.glob("*")} - {INDEX, CONFIG}
+    return is_tensors(folder) and all(name.endswith(SUFFIX) for name in names)
 
 
 # Which tensors there are
@@ -165,13 +159,8 @@ def _find_tensors(
 ) -> tuple[dict[str, list[Part]], Records]:
     """The tensors that Hugging Face has of a model."""
     own = {path: _read_sizes(record) for path, record in records.items()}
-    every = {axis: size for sizes in own.values() for axis, size in sizes.items()}
-    built = models.model_of_config(
-        config,
-        dtype="float32",
-        use_layer_stack=models.STACK_AXIS in every,
-        vocabulary=max(config["vocab_size"], every.get(models.VOCABULARY, 0)),
-    )
+    is_stack = any(models.STACK_AXIS in sizes for sizes in own.values())
+    built = models.model_of_config(config, dtype="float32", use_layer_stack=is_stack)
     leaves = parameters_of(read_tree(_CALLED, built)[0])
     wanted = {leaf.path: _read_sizes(make_record(leaf)) for leaf in leaves}
     problems = errors.Problems(f"the model is not that of {config.source}:")
@@ -212,7 +201,7 @@ def _check_numbers(model: Any, built: Any, problems: errors.Problems) -> None:
 
 
 def _read_sizes(record: ArrayRecord) -> dict[Any, int]:
-    return dict(zip(record.names or (), record.shape, strict=False))
+    return dict(zip(record.names or range(len(record.shape)), record.shape, strict=True))
 
 
 def _sum(array: np.ndarray) -> str:
@@ -239,10 +228,9 @@ def _join_tensor(
     """A tensor in host memory, made of the arrays that fill it."""
     whole = None
     for path, source, number in parts[name]:
-        # The inverse of ``Source.read``: rows of zeros are cut off, and ones are subtracted.
+        # The inverse of ``Source.read``: ones are subtracted.
         order = tuple(source.order.index(dim) for dim in sorted(source.order))
         array = np.asarray(_copy_part(arrays[path], number, source.stack, order))
-        array = array[: source.shape[0]] if source.pad else array
         array = array - np.asarray(source.plus, array.dtype) if source.plus else array
         if source.pick is None:
             whole = array

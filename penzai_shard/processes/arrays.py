@@ -42,26 +42,17 @@ def put(
         return list(jax.device_put(list(arrays), list(shardings)))
     _refuse_other_arrays(arrays, shardings, paths or [f"array {i}" for i in range(len(arrays))])
 
-    results = [jax.random.key_data(array) if _is_key(array) else array for array in arrays]
-    moved = []
-    for index, (array, sharding) in enumerate(zip(results, shardings, strict=True)):
-        is_local = not isinstance(array, jax.Array) or array.is_fully_addressable
-        if is_local and not sharding.is_fully_addressable:
-            results[index] = _spread(array, sharding)
-        else:
-            moved.append(index)
-
-    # JAX moves what stays in this process, and what has its devices already; all at once.
-    targets = [shardings[index] for index in moved]
-    placed = jax.device_put([results[index] for index in moved], targets)
-    for index, array in zip(moved, placed, strict=True):
-        results[index] = array
-
-    for index, array in enumerate(arrays):
+    placed = []
+    for array, sharding in zip(arrays, shardings, strict=True):
+        numbers = jax.random.key_data(array) if _is_key(array) else array
+        is_local = not isinstance(numbers, jax.Array) or numbers.is_fully_addressable
+        # JAX moves what stays in this process, and what has devices of several already.
+        put_one = _spread if is_local and not sharding.is_fully_addressable else jax.device_put
+        numbers = put_one(numbers, sharding)
         if _is_key(array):
-            form = jax.random.key_impl(array)
-            results[index] = jax.random.wrap_key_data(results[index], impl=form)
-    return results
+            numbers = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
+        placed.append(numbers)
+    return placed
 
 
 def _refuse_other_arrays(

@@ -16,7 +16,7 @@ CHOOSE = test_choose.CALL
         ("plan model.py:build --mesh 4x2", "--mesh data=4,model=2"),
         ("plan model.py:build --mesh data=4 --rules embed", "--rules embedding=data"),
         ("plan model.py:build --mesh data=4 --rules embedding=dta", "Write 'data'"),
-        ("plan llama-3-7b --mesh data=4", "Write 'llama-3-70b'; published are gemma-2-9b, "),
+        ("plan llama-3-7b --mesh data=4", "or one of gemma-2-9b, "),
         # The code of a user, which may fail in any way.
         ("plan wrong.py:build --mesh data=4", "No module named 'absent'. Add --debug"),
         ("plan model.py:loss_fn --mesh data=4", "'model', 'rng', 'state', and 'tokens'"),

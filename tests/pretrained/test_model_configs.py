@@ -227,21 +227,12 @@ def test_read_config_refuses_what_is_no_table_of_attributes(tmp_path):
         assert problem_paths(pzs.CheckpointDamagedError, read_config, config) == [place]
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("llama-3-7b", "'llama-3-70b'"),
-        ("google/Gemma-2-9B", "'gemma-2-9b'"),
-        ("missing/folder", "the path of a config.json"),
-        ("\0", "the path of a config.json"),
-        (np.zeros(10_000), "the path of a config.json"),
-    ],
-)
-def test_read_config_answers_an_unknown_name_with_the_nearest_and_all(name, near):
+@pytest.mark.parametrize("name", ["llama-3-7b", "missing/folder", "\0", np.zeros(10_000)])
+def test_read_config_answers_an_unknown_name_with_all(name):
     with pytest.raises(pzs.CheckpointNotFoundError) as caught:
         read_config(name)
     (problem,) = caught.value.problems
-    assert problem.fix.startswith(f"Write {near}")
+    assert problem.fix.startswith("Write the path of a config.json")
     assert all(name in problem.fix for name in published_names())
     assert len(str(caught.value)) < 400
 

@@ -17,7 +17,7 @@ from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.pretrained import model_of_config
 from tests.checkpoints.trees import blank, numbers, params
 from tests.fitting.test_fit import Terminal
-from tests.pretrained.models import CONFIGS, draw_tensors, write_model
+from tests.pretrained.models import CONFIGS, write_model
 from tests.refusals import refused
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
@@ -134,8 +134,7 @@ def test_only_weights_are_replaced_and_only_if_asked_for(tmp_path):
     save(folder, OWN, overwrite=True)
     assert params(load(folder, into=blank(OWN))) == params(OWN)
     (folder / "tokenizer.json").touch()
-    problems = refused(pzs.CheckpointWriteError, save, folder, OWN, overwrite=True)
-    assert [*problems] == [str(folder / "tokenizer.json")]
+    refused(pzs.CheckpointWriteError, save, folder, OWN, overwrite=True)
     checkpoint = pzs.save_params(tmp_path / "checkpoint", OWN)
     refused(pzs.CheckpointWriteError, save, checkpoint, OWN, overwrite=True)
 
@@ -181,24 +180,6 @@ def test_save_refuses_what_it_cannot_write(tmp_path, model, options, error, fixe
 
 
 # Penzai's models
-
-
-def test_tokens_that_were_added_are_zeros_and_are_cut_off(tmp_path):
-    mesh = pzs.make_mesh({"model": 6}, jax.devices()[:6])
-    options = {"mesh": mesh, "rules": {"vocabulary": "model"}}
-    problems = refused(pzs.PlanError, load, write_model(tmp_path / "source"), **options)
-    assert problems["transformer/embedder.embeddings"].kind == "indivisible"
-    model = load(tmp_path / "source", **options, vocabulary=48)
-    assert model.metadata.vocab_size == 48
-    for path in ("transformer/embedder.embeddings", "transformer/lm_head.weights"):
-        added = pzs.param_dict(model)[path].unwrap("vocabulary", "embedding")[40:]
-        np.testing.assert_array_equal(added, np.zeros((8, 16)))
-    path = save(tmp_path / "saved", pzs.jit_root().apply(model), config=LLAMA)
-    stored = load_file(tmp_path / "saved" / FILE)
-    for name, tensor in draw_tensors("llama").items():
-        assert stored[name].tobytes() == tensor.tobytes(), name
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["vocab_size"] == 40
-    assert params(load(path, **options, vocabulary=48)) == params(model)
 
 
 def test_a_copied_configuration_says_the_dtype_of_the_tensors(tmp_path, llama):
