@@ -138,14 +138,11 @@ class ChecksumStore:
         store: The store.
         shapes: The shape of each array that is to be added up.
         advance: Is called with the number of bytes of each part, by one thread at a time.
-
-    Attributes:
-        bytes_read: How many bytes of parts were read.
     """
 
     def __init__(self, store: Store, shapes: Mapping[str, Shape], advance: Any) -> None:
         self._store, self._shapes, self._advance = store, shapes, advance
-        self._lock, self.chunk, self.bytes_read = threading.Lock(), store.chunk, 0
+        self._lock, self.chunk = threading.Lock(), store.chunk
         # Both sums, and the number of elements that are in them.
         self._rows = {name: [0, 0, 0] for name in shapes}
 
@@ -153,7 +150,6 @@ class ChecksumStore:
         """As ``Store.read``; what another process adds up is not added up."""
         piece = self._store.read(name, index, shape)
         with self._lock:
-            self.bytes_read += piece.nbytes
             self._advance(piece.nbytes)
         return piece
 

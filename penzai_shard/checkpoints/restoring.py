@@ -1,7 +1,6 @@
 """Reads arrays of a checkpoint onto any mesh, in parts, verified as they are read."""
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from penzai_shard.checkpoints.storage import refuse_damage
 from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.processes import agreement
 from penzai_shard.progress import progress
-from penzai_shard.reports.quantities import bytes_text
 
 
 def read_arrays(
@@ -26,7 +24,7 @@ def read_arrays(
 ) -> dict[str, jax.Array]:
     """Reads arrays onto any devices; with several processes all call it.
 
-    Any of the arrays can be donated. What it cost this process is logged.
+    Any of the arrays can be donated.
 
     Args:
         manifest: What the checkpoint holds.
@@ -76,9 +74,6 @@ def read_arrays(
         # Without checksums nothing else tells that some arrays are of one save, some of another.
         if not options.verify and read_manifest(manifest.path).records != manifest.records:
             refuse_damage(manifest.path, {"": "it was replaced while it was read"})
-        landed = sum(array.nbytes for array in arrays.values())
-        sizes = map(bytes_text, (landed, store.bytes_read))
-        logging.getLogger("penzai_shard").info("restored %s, read %s: %s", *sizes, manifest.path)
         for name, record in record_of.items():
             if record.key_impl is not None:
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=record.key_impl)

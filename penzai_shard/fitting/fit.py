@@ -153,7 +153,9 @@ def fit(
     >>> losses
     [3.0, 0.75, 0.1875]
     """
-    _check(locals())
+    given = dict(locals())
+    _check(given)
+    del given["state"]  # What it holds would stay in memory.
     place = shard_batch or (lambda batch: batch)
     if mesh is not None:
         place = functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)
@@ -168,9 +170,7 @@ def fit(
     # Before there is a bar: the one of the restore would be drawn into it.
     state, position, saved = _find_start(state, step, manager, steps, resume, progress)
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
-        when = steps, log_every, save_every, evaluate_every
-        others: Any = on_log, loss, allow_nonfinite, manager, best, evaluating
-        loop = TrainingLoop(step, state, position, saved, bar, *when, *others)
+        loop = TrainingLoop(given, state, position, saved, bar, manager, evaluating)
         items = draw("batches", batches, position, most=steps and steps - loop.done)
         try:
             stops, feed = stop_requests(stop_event), BatchFeed(items, prefetch)

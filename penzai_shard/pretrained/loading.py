@@ -10,13 +10,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
-
 from penzai_shard.checkpoints.filling import Source, Store, read_checksum
 from penzai_shard.checkpoints.matching import Options, match
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.records import ArrayRecord, read_manifest
-from penzai_shard.checkpoints.tensor_files import FRACTIONS
 from penzai_shard.errors import CheckpointMismatchError, Problem, Problems
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
@@ -67,8 +64,8 @@ def load_safetensors(
         config: Attributes, the path of a ``config.json`` or of its folder, or a published name; by
             default the ``config.json`` in the weights' folder.
         into: A model to fill, as for ``restore_params``. It is not changed.
-        dtype: What numbers with a fraction become while they are read; Penzai's models are of
-            bfloat16 or float32. By default they stay what they are, or become what ``into`` has if
+        dtype: Without ``into``: what numbers with a fraction become while they are read, bfloat16
+            or float32; by default they stay what they are. With it they become what it has if
             ``allow="cast"`` lets them.
         use_layer_stack: Whether the blocks become one ``pz.nn.LayerStack``.
         upcast_activations: Whether the model computes with float32, whatever its parameters are.
@@ -116,10 +113,10 @@ def load_safetensors(
     """
     building = {"use_layer_stack": use_layer_stack, "upcast_activations": upcast_activations}
     filling = {"rename_axes": rename_axes, "names": names, "others": others, "axes": axes or {}}
-    dtype, known = models.name_dtype(dtype), models.DTYPES if into is None else FRACTIONS
-    checks = {"dtype": (dtype, dtype in (None, *known), models.DTYPE_FIX)}
+    dtype = models.name_dtype(dtype)
+    checks = {"dtype": (dtype, dtype in (None, *models.DTYPES), models.DTYPE_FIX)}
     # Some options are those of models that are built, others of models that are filled.
-    useless = {"config": config, **building}
+    useless = {"config": config, "dtype": dtype, **building}
     if into is None:
         useless = {**filling, "others": others != "error"}
     fix = f"it only {'with' if into is None else 'without'} into="
@@ -144,12 +141,6 @@ def load_safetensors(
         given = repr(str(path)) + (", mesh, rules" if mesh is not None else "")
         fix = f"Write move(load_safetensors({given}), into=model)."
         raise CheckpointMismatchError(f"{_CALLED}:", [Problem("", what, fix)])
-    if dtype is not None:
-        options = dataclasses.replace(options, allow=(*options.allow, "cast"))
-        leaves = [
-            dataclasses.replace(x, dtype=jnp.dtype(dtype)) if str(x.dtype) in FRACTIONS else x
-            for x in leaves
-        ]
     relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     layout = read_layout(_CALLED, into, mesh, rules, axis_name_to_mesh_name, **relaxed)
     return restore_tree(manifest, leaves, structure, layout, options, find=find)

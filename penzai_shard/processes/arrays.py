@@ -40,7 +40,15 @@ def put(
     """
     if jax.process_count() == 1:
         return list(jax.device_put(list(arrays), list(shardings)))
-    _refuse_other_arrays(arrays, shardings, paths or [f"array {i}" for i in range(len(arrays))])
+    # Where a process keeps an array to itself, the others do not.
+    paths = paths or [f"array {i}" for i in range(len(arrays))]
+    texts = {
+        path: f"{jax.typeof(array)} to {getattr(sharding, 'spec', sharding)}"
+        for path, array, sharding in zip(paths, arrays, shardings, strict=True)
+        if not sharding.is_fully_addressable
+    }
+    if texts:
+        refuse_differences("put", texts)
 
     placed = []
     for array, sharding in zip(arrays, shardings, strict=True):
@@ -53,19 +61,6 @@ def put(
             numbers = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
         placed.append(numbers)
     return placed
-
-
-def _refuse_other_arrays(
-    arrays: Sequence[Any], shardings: Sequence[Sharding], paths: Sequence[str]
-) -> None:
-    # Where a process keeps an array to itself, the others do not.
-    texts = {
-        path: f"{jax.typeof(array)} to {getattr(sharding, 'spec', sharding)}"
-        for path, array, sharding in zip(paths, arrays, shardings, strict=True)
-        if not sharding.is_fully_addressable
-    }
-    if texts:
-        refuse_differences("put", texts)
 
 
 def _is_key(array: Any) -> bool:

@@ -1,7 +1,5 @@
 """Parameters by path: in memory, and restored onto any mesh, into any kind of model."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -197,11 +195,3 @@ def test_restore_params_refuses_options_that_fit_nothing(saved):
 def test_restore_params_names_all_options_that_cannot_be_read(saved, options):
     problems = refused(pzs.RuleTypeError, pzs.restore_params, saved, MLP, **options)
     assert problems.keys() == {*options}
-
-
-def test_restore_params_logs_what_it_cost(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "penzai_shard")
-    arrays = {"w": jnp.ones((1024, 1024))}
-    pzs.restore_params(pzs.save_params(tmp_path / "a", arrays), arrays)
-    landed, read, path = caplog.records[-1].args
-    assert (landed, read, str(path)) == ("4.0 MiB", "4.0 MiB", str(tmp_path / "a"))
