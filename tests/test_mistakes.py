@@ -8,6 +8,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -54,6 +55,7 @@ model, plan = build_mlp(jax.random.key(0)), pzs.make_plan(tree, mesh, rules)
 first, second = {"embed": "data"}, {"mlp": "model"}
 module, x = linen.Dense(4), np.ones((8, 8), np.float32)
 first_api, definition, key = pz_v1, MODELS["uninitialized v1 mlp"](), jax.random.key(0)
+sgd = optax.sgd(1.0)
 graphdef, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 sharding = NamedSharding(mesh, PartitionSpec())
 deleted = jax.numpy.arange(8)
@@ -181,6 +183,9 @@ MISTAKES = [
     ("initializer_without_key", ShardingError, "mlp/Affine_0/Linear.weights",
      "sharded_init(build_mlp, mesh=mesh, rules={})",
      "sharded_init(build_mlp, FIX, mesh=mesh, rules={})"),
+    ("initializer_of_a_layout_without_key", ShardingError, "mlp/Affine_0/Linear.weights",
+     "Layout.zero1().build(build_mlp, mesh=mesh, loss_fn=build, optimizer=sgd, rng=key)",
+     "Layout.zero1().build(build_mlp, FIX, mesh=mesh, loss_fn=build, optimizer=sgd, rng=key)"),
     ("mesh_by_position", RuleTypeError, "",
      "sharded_init(build, mesh, rules)", "sharded_init(build, FIX, rules=rules)"),
     ("option_one_letter_off", RuleTypeError, "rule",

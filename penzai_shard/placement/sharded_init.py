@@ -222,7 +222,7 @@ def _check_complete(made: Any, leaves: Sequence[Leaf]) -> None:
             problems.add(leaf.path, "it is a shape and holds no values", fix)
     for node in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, pz.ParameterSlot)):
         if isinstance(node, pz.ParameterSlot):
-            fix = "Give the initialiser a key: init_base_rng=jax.random.key(0)."
+            fix = "Give the initialiser its init_base_rng: jax.random.key(0)."
             problems.add(str(node.label), "its place is empty", fix)
     problems.raise_if_any(ShardingError)
 
