@@ -416,8 +416,8 @@ def restore_tree(
         manifest = path if isinstance(path, Manifest) else read_manifest(path)
         headline = f"the checkpoint at {manifest.path} does not fit:"
         start, stored = "", manifest.records
-        if is_state and not options.names:
-            refuse_other_kind(headline, stored, records)
+        if not options.names and (is_state or is_train_state(structure.paths)):
+            refuse_other_kind(headline, stored, structure.paths)
         if manifest.kind == "train_state" and not is_state:
             start, stored = find_parameters(stored, records, others)
         sources = find(stored, records, options, headline=headline, own=own)

@@ -156,6 +156,13 @@ def test_save_params_and_restore_params_parts(tmp_path, options, count):
     assert sum(trees.numbers(x).all() for x in pzs.param_dict(moved).values()) == count
 
 
+def test_restore_params_into_a_train_state_is_told_to_take_its_model(saved):
+    state = pzs.TrainState.initial_state(MLP, optax.sgd(0.1), jax.random.key(0))
+    (problem,) = refused(pzs.CheckpointMismatchError, pzs.restore_params, saved, state).values()
+    assert "restore_params(path, state.model)" in problem.fix
+    assert params(pzs.restore_params(saved, state.model)) == params(MLP)
+
+
 def test_restore_params_part_that_is_not_stored(tmp_path, saved):
     path = pzs.save_params(tmp_path / "part", MLP, except_=BIASES)
     for where, like, options in (
