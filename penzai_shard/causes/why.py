@@ -180,7 +180,7 @@ def _select(rows: Sequence[WhyRow], at: str) -> tuple[WhyRow, ...]:
     """The rows about what fits a pattern, and about all that is in it."""
     found = tuple(row for row in rows if _fits(row.path, at))
     if not found:
-        near = nearest(at, [row.path.removeprefix("params/") for row in rows])
+        near = nearest(at, [x for row in rows for x in (row.path, *row.path.split("/"))])
         fix = f"Write at={near!r}." if near else "All names are in why(...).rows."
         problem = Problem("", f"no layer, parameter or result fits at={at!r}", fix, "unknown")
         raise SelectionError("why:", [problem])
