@@ -334,13 +334,6 @@ def test_check_equivalent_options():
     assert "one object" in check(lambda _: original(), gradients=False).notes[0]
 
 
-def test_check_equivalent_abstract_model():
-    model = pzs.abstract_model(toy)
-    assert pzs.check_equivalent(model, pzs.jit_root().apply(model), inputs(), gradients=False)
-    wrong = then(UP, lambda x: x * 1.0001).apply(model)
-    assert not pzs.check_equivalent(model, wrong, inputs(), gradients=False)
-
-
 def test_check_equivalent_refused_arguments():
     for error, path, *arguments in (
         (pzs.RuleTypeError, "edited", pzs.jit_root(), inputs()),

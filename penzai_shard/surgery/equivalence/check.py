@@ -1,4 +1,9 @@
-"""Runs a model and an edited form of it on the same values, and compares what they compute."""
+"""Runs a model and an edited form of it on the same values, and compares what they compute.
+
+The yardstick is what rounding does to the original: the largest difference between the original as
+it runs and in float64. The edited model as it runs may be off by a few times as much; in float64,
+where both compute without rounding, by a tiny part of it.
+"""
 
 import dataclasses
 import functools
@@ -18,8 +23,7 @@ from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.meshes import auto_context
 from penzai_shard.paths import join_paths, paths_text
 from penzai_shard.reports.report import Column, Report
-from penzai_shard.surgery.equivalence.compare import Allowance, Difference, compare, is_equal
-from penzai_shard.surgery.equivalence.float64 import Float64Run
+from penzai_shard.surgery.equivalence.float64 import Float64Run, as_float64, epsilon_of, is_equal
 from penzai_shard.surgery.equivalence.values import MODEL, NamedCall, read_call, sort_dims, to_array
 
 _OUTPUTS, _GRADIENTS, _STATE = "outputs", "gradients", "state"
@@ -31,13 +35,67 @@ _COLUMNS = (
     Column("ok", "ok"),
     Column("fact", "detail"),
 )
-_MISSING = Difference(fact="the edited model does not have it")
-_ADDED = Difference(fact="the original does not have it")
+_EPSILON_64 = 2.0**-52
+# Rounding of the original that an edited model may have, and units in the last place besides.
+_TIMES, _ULPS = 8.0, 4.0
+# Without a run in float64, nobody knows how the original rounds; sums of many terms have this much.
+_ULPS_UNKNOWN = 64.0
+# Rounding by more is that of a choice which falls the other way; in float64 it seldom does.
+_MOST_NOISE = 0.01
 _COARSE = "A difference smaller than rounding is not found:"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allowance:
+    """What two models may differ by.
+
+    Attributes:
+        rtol: What is allowed in any case, relative to the largest value of an array.
+        finest: The smallest machine epsilon to which the original rounds, in which case the models
+            may differ in float64 by a small part of that; 0 if some of their operations rounded in
+            float64 too.
+        has_new_constants: Whether the edited model computes with constants that are not the
+            original's, and may be rounded.
+        coarser: How many times coarser than the original the edited model rounds.
+    """
+
+    rtol: float = 0.0
+    finest: float = 0.0
+    has_new_constants: bool = False
+    coarser: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Difference:
+    """How far two arrays are apart, relative to the largest value of the first.
+
+    Attributes:
+        size: The largest difference as the models run.
+        allowed: How large it may be.
+        size_in_float64: The largest difference in float64; None if that is not known.
+        allowed_in_float64: How large it may be.
+        fact: What differs in more than figures, without a full stop.
+    """
+
+    size: float = 0.0
+    allowed: float = 0.0
+    size_in_float64: float | None = None
+    allowed_in_float64: float = 0.0
+    fact: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the arrays are close enough."""
+        is_same_function = (self.size_in_float64 or 0.0) <= self.allowed_in_float64
+        return not self.fact and self.size <= self.allowed and is_same_function
+
+
+_MISSING = _Difference(fact="the edited model does not have it")
+_ADDED = _Difference(fact="the original does not have it")
 
 # By group and path: what a call computes, and how two calls differ.
 _Results = dict[tuple[str, str], Any]
-_Differences = dict[tuple[str, str], Difference]
+_Differences = dict[tuple[str, str], _Difference]
 
 
 def check_equivalent(
@@ -63,8 +121,7 @@ def check_equivalent(
     rounding.
 
     Args:
-        original: A model of any library, or any function of arrays. It may be abstract: random
-            numbers stand in for its parameters.
+        original: A model of any library, or any function of arrays.
         edited: What became of it. It is run on the original's parameters and state.
         *args: The inputs of both.
         gradients: Whether to compare gradients.
@@ -81,7 +138,7 @@ def check_equivalent(
 
     Raises:
         RuleTypeError: Something is no model.
-        ShardingError: Arrays are deleted, or inputs are shapes.
+        ShardingError: Arrays are deleted, or shapes.
 
     >>> double = lambda x: 2 * x
     >>> check_equivalent(double, lambda x: x + x, jnp.ones(3)).verdict
@@ -99,13 +156,12 @@ def check_equivalent(
     notes = ["Both models are one object: nothing is edited."] if edited is original else []
     with auto_context():
         one, other = (read_call(model, args, side_inputs) for model in (original, edited))
-        has_values = same_values and not (one.is_abstract or other.is_abstract)
-        if not has_values:
+        if not same_values:
             notes.append("Values of parameters, and of state before the call, were not compared.")
-        found, can_run = _compare_held(one, other, has_values, added_parameters, notes)
+        found, can_run = _compare_held(one, other, same_values, added_parameters, notes)
         if can_run:
             # Equal values are used where the edited model has placed them.
-            known = {} if has_values and not found else one.of_role(*_GROUPS)
+            known = {} if same_values and not found else one.of_role(*_GROUPS)
             leaves = [known.get(leaf.path, leaf) for leaf in other.leaves]
             other = dataclasses.replace(other, leaves=leaves)
             found |= _compare_runs(one, other, gradients, rtol or 0.0, notes)
@@ -138,7 +194,7 @@ def _make_rows(found: _Differences) -> list[tuple[Any, ...]]:
 
 
 def _compare_held(
-    one: NamedCall, other: NamedCall, has_values: bool, allow_added: bool, notes: list[str]
+    one: NamedCall, other: NamedCall, same_values: bool, allow_added: bool, notes: list[str]
 ) -> tuple[_Differences, bool]:
     """Compares parameters, and state before the call; tells whether the models can be run."""
     found: _Differences = {}
@@ -157,9 +213,9 @@ def _compare_held(
                 found[group, path] = _MISSING
             elif _form(leaf) != _form(twin):
                 fact = f"{_form(leaf)} became {_form(twin)}"
-                found[group, path], can_run = Difference(fact=fact), False
-            elif has_values and not is_equal(leaf.value, twin.value):
-                found[group, path] = Difference(fact="the values differ")
+                found[group, path], can_run = _Difference(fact=fact), False
+            elif same_values and not is_equal(leaf.value, twin.value):
+                found[group, path] = _Difference(fact="the values differ")
     return found, can_run
 
 
@@ -293,7 +349,7 @@ def _compare_runs(
     if coarsest > max(epsilons):
         digits = new_step.exact.epsilons[coarsest]
         notes.append(f"The edited model may be off by what the original would be in {digits}.")
-    allowance = Allowance(
+    allowance = _Allowance(
         rtol,
         min(epsilons) if is_exact else 0.0,
         new_step.exact.has_new_constants,
@@ -307,9 +363,61 @@ def _compare_runs(
             found[key] = _MISSING
         elif key in own[0]:
             pair = [results[key] for results in exact] if exact else None
-            found[key] = compare([results[key] for results in own], pair, allowance)
+            found[key] = _compare([results[key] for results in own], pair, allowance)
         elif key[0] != _STATE or key[1] in held:
             found[key] = _ADDED
     if not same_static(step.form, new_step.form):
-        found[_OUTPUTS, ""] = Difference(fact="containers or settings differ")
+        found[_OUTPUTS, ""] = _Difference(fact="containers or settings differ")
     return found
+
+
+# How far two arrays are apart
+
+
+def _compare(own: list[Any], exact: list[Any] | None, allowance: _Allowance) -> _Difference:
+    """Compares an array of two models.
+
+    Args:
+        own: The original's and the edited model's, as they run.
+        exact: The same in float64.
+        allowance: What they may differ by.
+    """
+    one, other = own
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return _Difference(fact=f"{one.dtype}{one.shape} became {other.dtype}{other.shape}")
+    if not jnp.issubdtype(one.dtype, jnp.inexact):
+        count = int(np.sum(one != other))
+        return _Difference(fact=f"{count} of {one.size} elements differ" if count else "")
+    pairs = [[as_float64(array) for array in own], *([exact] if exact else [])]
+    if not all(_has_same_finite_elements(*pair) for pair in pairs):
+        return _Difference(fact="other elements are not finite")
+
+    # As the models run: both are measured against what the original is without rounding.
+    (one, other), epsilon = pairs[0], epsilon_of(own[0])
+    reference = np.where(np.isfinite(pairs[-1][0]), pairs[-1][0], one)
+    size, noise = _largest(reference), _largest(one, reference)
+    scale = max(size, noise) or 1.0
+    most = _TIMES * noise + (_ULPS if exact else _ULPS_UNKNOWN) * epsilon * size
+    most = max(most * allowance.coarser, allowance.rtol * size) / scale
+    apart = 0.0 if is_equal(one, other) else _largest(other, reference) / scale
+    if not exact:
+        return _Difference(apart, most)
+
+    # In float64: what differs by more is another function.
+    close = _TIMES * min(noise, _MOST_NOISE * scale) + _ULPS * epsilon * size
+    close *= math.sqrt(_EPSILON_64 / max(allowance.finest, _EPSILON_64))
+    close += allowance.has_new_constants * epsilon * size
+    close = max(close, allowance.rtol * size) / scale
+    return _Difference(apart, most, _largest(exact[1], exact[0]) / scale, close)
+
+
+def _largest(array: Any, other: Any = 0.0) -> float:
+    """The largest finite element of an array, or difference of two."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(array - other)
+    return float(apart[np.isfinite(apart)].max(initial=0))
+
+
+def _has_same_finite_elements(one: Any, other: Any) -> bool:
+    is_same = (one == other) | ((one != one) & (other != other))
+    return bool(np.all(is_same | (np.isfinite(one) & np.isfinite(other))))

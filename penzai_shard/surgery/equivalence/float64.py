@@ -15,8 +15,7 @@ import numpy as np
 from penzai_shard.arrays.kinds import is_traced
 from penzai_shard.jax_internals.tracing import JaxprEqn, Literal, scan_counts
 from penzai_shard.programs import equations_in, inner_programs, open_program, walk
-from penzai_shard.surgery.equivalence.compare import as_float64, epsilon_of, is_equal
-from penzai_shard.surgery.equivalence.values import is_float
+from penzai_shard.surgery.equivalence.values import is_float, to_array
 
 # Calls of a program whose operations could stand at the place of the call.
 _CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
@@ -163,6 +162,22 @@ _STRUCTURES: dict[str, Callable[[Float64Run, list[Any], dict[str, Any]], Any]] =
     "scan": Float64Run._scan,
     "shard_map": Float64Run._shard_map,
 }
+
+
+def epsilon_of(value: Any) -> float:
+    """The machine epsilon of the dtype of an array."""
+    return float(jnp.finfo(value.dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def as_float64(array: Any) -> Any:
+    """An array in float64 or complex128, if it has real or complex numbers."""
+    return array.astype(np.promote_types(array.dtype, float)) if is_float(array) else array
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two arrays of one dtype have the same elements; NaN equals NaN."""
+    a, b = (as_float64(np.asarray(to_array(x))) for x in (one, other))
+    return one is other or np.array_equal(a, b, equal_nan=True)
 
 
 def _epsilons_in(program: Any) -> dict[float, str]:

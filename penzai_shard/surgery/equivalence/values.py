@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from penzai import pz
 
 from penzai_shard.arrays.inputs import find_mesh, run_inputs
-from penzai_shard.arrays.kinds import is_key_type, is_struct
+from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.layers.pure_call import PureCall, read_settings
 from penzai_shard.meshes import on_auto_twin
@@ -42,12 +41,10 @@ class NamedCall:
         call: The function.
         leaves: What it takes, dimensions sorted by ``sort_dims``. The role of each is "parameter",
             "state", "input" or "constant".
-        is_abstract: Whether the model has shapes, in place of which random numbers stand.
     """
 
     call: PureCall
     leaves: list[Leaf]
-    is_abstract: bool
 
     def of_role(self, *roles: str) -> dict[str, Leaf]:
         """The arrays with some roles, by path."""
@@ -58,22 +55,15 @@ def read_call(model: Any, args: tuple[Any, ...], side_inputs: Mapping[str, Any])
     """Reads a model and its inputs.
 
     Raises:
-        ShardingError: Arrays are deleted, or inputs are shapes; all of them are in it.
+        ShardingError: Arrays are deleted, or shapes; all of them are in it.
         MeshError: Arrays are bound to different devices.
     """
     if isinstance(model, functools.partial):
         # JAX looks for arrays only in a partial of its own.
         model = jax.tree_util.Partial(model.func, *model.args, **model.keywords)
     inputs = {"argument": args, "side_inputs": dict(side_inputs)}
-    # The model may have shapes, as nobody needs its numbers; inputs decide what is computed.
-    given, _ = run_inputs(inputs, "check_equivalent")
-    held, _ = run_inputs({"model": model}, "check_equivalent", allow_structs=True)
-    find_mesh([*given, *held], "check_equivalent")
-    is_abstract = any(is_struct(leaf.value) for leaf in held)
-    if is_abstract:
-        leaves, structure = flatten_bare(model)
-        values = [_draw(leaf) if is_struct(leaf.value) else leaf.value for leaf in leaves]
-        model = structure.fill(values, live=("parameter", "state"))
+    arrays, _ = run_inputs(inputs | {"model": model}, "check_equivalent")
+    find_mesh(arrays, "check_equivalent")
 
     tree = {**inputs, "body": _Spread(model)}
     leaves, structure = flatten_bare(tree)
@@ -86,7 +76,7 @@ def read_call(model: Any, args: tuple[Any, ...], side_inputs: Mapping[str, Any])
         names = leaf.names and tuple(sorted(leaf.names, key=_name_order))
         value = sort_dims(on_auto_twin(jnp.asarray(leaf.value)), leaf.names)
         leaves[number] = dataclasses.replace(leaf, role=role, names=names, value=value)
-    return NamedCall(PureCall(structure, read_settings(tree)), leaves, is_abstract)
+    return NamedCall(PureCall(structure, read_settings(tree)), leaves)
 
 
 def sort_dims(value: Any, names: Sequence[Any] | None, *, back: bool = False) -> Any:
@@ -110,11 +100,3 @@ def to_array(value: Any) -> Any:
 def is_float(value: Any) -> bool:
     """Whether an array, or a leaf, has floating-point or complex numbers."""
     return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
-
-
-def _draw(leaf: Leaf) -> Any:
-    """Random numbers in place of a shape, as large as in a model that was just initialised."""
-    if not is_float(leaf):
-        return jnp.zeros(leaf.shape, leaf.dtype)
-    draw = np.random.default_rng([*leaf.path.encode()])
-    return jnp.asarray(draw.normal(size=leaf.shape) * max(1, *leaf.shape) ** -0.5, leaf.dtype)
