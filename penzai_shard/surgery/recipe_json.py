@@ -105,67 +105,14 @@ def write_edits(edits: Sequence[Edit]) -> str:
 # Reading
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """What the reading of an edit needs to know.
-
-    Attributes:
-        mesh: The mesh in place of those that are written.
-        allow: The packages that the caller trusts.
-        refused: Each name that is not trusted, and the package that would have to be allowed.
-    """
-
-    mesh: AnyMesh | None
-    allow: Sequence[str]
-    refused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-
-    def read(self, data: Any, givers: Sequence[str] = _VALUES) -> Any:
-        """The value that was written; None for all that a refused name is part of.
-
-        Args:
-            data: What ``_write`` gave.
-            givers: The packages whose types and functions will do.
-        """
-        if isinstance(data, list):
-            return [self.read(part, givers) for part in data]
-        if not isinstance(data, dict):
-            return data
-        if not any(key.startswith("$") for key in data):
-            return {key: self.read(part, givers) for key, part in data.items()}
-        ((form, content),) = data.items()
-        if form == "$ref":
-            found, package = find_trusted(Ref(content), givers, self.allow)
-            self.refused.extend([(content, package)] if package else [])
-            return found
-        parts = self.read(content, _VALUES if form == "$layer" else givers)
-        if self.refused:
-            return None
-        return self.mesh if form == "$mesh" and self.mesh is not None else _FORMS[form][2](*parts)
-
-    def read_edit(self, row: dict[str, Any]) -> Edit | None:
-        """The edit of a row; None if a name in it is refused."""
-        fields = {
-            name: self.read(part, _CALLED if name in ("where", "what") else _VALUES)
-            for name, part in row.items()
-        }
-        if self.refused:
-            return None
-        if fields["verb"] not in get_args(Verb):
-            raise ValueError(f"{fields['verb']!r} is no edit")
-        options = fields.get("options", {})
-        fields |= {"where": Where.of(fields["where"]), "options": (*options.items(),)}
-        return Edit(**fields)
-
-
 def read_edits(text: Any, mesh: AnyMesh | None, allow: Iterable[str]) -> list[Edit]:
     """Reads edits; see ``Recipe.from_json``."""
     problems = Problems("this recipe cannot be read:")
-    allowed = dict.fromkeys([allow] if isinstance(allow, str) else allow)
-    edits, refused = [], []
+    allowed, edits = [allow] if isinstance(allow, str) else [*allow], []
     for number, row in enumerate(_read_rows(text)):
-        reader, path = _Reader(mesh, [*allowed]), f"edits/{number}"
+        path = f"edits/{number}"
         try:
-            edits.append(reader.read_edit(row))
+            edits.append(_read_edit(row, mesh, allowed))
         except ShardingError as error:
             other = {"fix": _OTHER_MESH} if isinstance(error, MeshError) else {}
             problems.extend(dataclasses.replace(p, path=path, **other) for p in error.problems)
@@ -173,15 +120,8 @@ def read_edits(text: Any, mesh: AnyMesh | None, allow: Iterable[str]) -> list[Ed
             # Text that was changed by hand can be wrong in any way.
             what = f"{reprlib.repr(row)} is not as to_json() writes it: {error!r}"
             problems.add(path, what, "Write the recipe again.")
-        refused += [(path, *pair) for pair in reader.refused]
-
-    # Whoever trusts a recipe allows at once all that it names.
-    allowed |= dict.fromkeys(package for _, _, package in refused)
-    fix = f"If you trust it, write Recipe.from_json(text, allow={(*allowed,)})."
-    for path, name, _ in refused:
-        problems.add(path, f"{name!r} is in no package that a recipe may name unasked", fix)
     problems.raise_if_any(RuleTypeError)
-    return [edit for edit in edits if edit is not None]
+    return edits
 
 
 def _read_rows(text: Any) -> list[Any]:
@@ -195,3 +135,27 @@ def _read_rows(text: Any) -> list[Any]:
         problem = Problem("", what, "Write the recipe again with to_json().")
         raise RuleTypeError("this recipe cannot be read:", [problem])
     return rows
+
+
+def _read_edit(row: dict[str, Any], mesh: AnyMesh | None, allow: Sequence[str]) -> Edit:
+    def read(data: Any, givers: Sequence[str]) -> Any:
+        """The value that was written, with types and functions of some packages."""
+        if isinstance(data, list):
+            return [read(part, givers) for part in data]
+        if not isinstance(data, dict):
+            return data
+        if not any(key.startswith("$") for key in data):
+            return {key: read(part, givers) for key, part in data.items()}
+        ((form, content),) = data.items()
+        if form == "$ref":
+            return find_trusted(Ref(content), givers, allow)
+        parts = read(content, _VALUES if form == "$layer" else givers)
+        return mesh if form == "$mesh" and mesh is not None else _FORMS[form][2](*parts)
+
+    called = "where", "what"
+    fields = {name: read(x, _CALLED if name in called else _VALUES) for name, x in row.items()}
+    if fields["verb"] not in get_args(Verb):
+        raise ValueError(f"{fields['verb']!r} is no edit")
+    options = fields.get("options", {})
+    fields |= {"where": Where.of(fields["where"]), "options": (*options.items(),)}
+    return Edit(**fields)

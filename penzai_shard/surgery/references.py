@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penzai_shard.errors import Problem, RuleTypeError
@@ -113,34 +113,33 @@ def find_name(value: Any) -> str | None:
     return None
 
 
-def find_trusted(ref: Ref, givers: Iterable[str], allow: Iterable[str]) -> tuple[Any, str]:
-    """What a name in a stranger's text stands for, if it may be used.
+def find_trusted(ref: Ref, givers: Iterable[str], allow: Sequence[str]) -> Any:
+    """What a name in a stranger's text stands for.
 
     Args:
         ref: The name.
         givers: Parts of the library, Penzai and JAX whose types and functions will do.
         allow: Packages that are trusted in all.
 
-    Returns:
-        The object and an empty text, or None and the package that would have to be allowed.
-
     Raises:
-        RuleTypeError: There is nothing of that name, or nothing public that can be called.
+        RuleTypeError: It is in no package that is trusted, or there is nothing of that name, or
+            nothing public that can be called.
     """
     module, name = _split(ref)
-    is_known = _is_in(module, _PACKAGES) and not _is_private(module)
-    if not (is_known or _is_in(module, allow)):
-        return None, _find_package(module)
-    *way, found = [None] if _is_private(name) else _follow(ref)[1:]
-    if not callable(found) or not all(isinstance(step, type) for step in way):
-        what = f"{ref.name!r} is no public type or function of a module, nor a method of a type"
-        fix = "Name the module that defines it, a colon, and its name there."
-        raise RuleTypeError("a name:", [Problem("", what, fix)])
-    owners = (f"{getattr(step, '__module__', None)}" for step in (*way, found))
-    strange = next((owner for owner in owners if not _is_in(owner, [*givers, *allow])), None)
-    return (None, _find_package(strange)) if strange else (found, "")
-
-
-def _find_package(module: str) -> str:
+    if (_is_in(module, _PACKAGES) and not _is_private(module)) or _is_in(module, allow):
+        *way, found = [None] if _is_private(name) else _follow(ref)[1:]
+        if not callable(found) or not all(isinstance(step, type) for step in way):
+            what = f"{ref.name!r} is no public type or function of a module, nor a method of a type"
+            fix = "Name the module that defines it, a colon, and its name there."
+            raise RuleTypeError("a name:", [Problem("", what, fix)])
+        owners = (f"{getattr(step, '__module__', None)}" for step in (*way, found))
+        strange = [owner for owner in owners if not _is_in(owner, [*givers, *allow])]
+        if not strange:
+            return found
+        module = strange[0]
+    # Whoever trusts a package allows all of it; of those above one module is enough.
     root = module.partition(".")[0]
-    return module if root in _PACKAGES else root
+    allowed = (*allow, module if root in _PACKAGES else root)
+    what = f"{ref.name!r} is in no package that a recipe may name unasked"
+    fix = f"If you trust it, write Recipe.from_json(text, allow={allowed})."
+    raise RuleTypeError("a name:", [Problem("", what, fix)])
