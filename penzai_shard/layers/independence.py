@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import pathlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -68,7 +68,6 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     Returns:
         A report with a row for each logical axis of the inputs: whether parts of it are
         independent, and if not the first operation that mixes them, with its layer and source line.
-        ``report.facts["mixing"]`` has all of them, as the fields of a ``Problem``.
 
     Raises:
         ShardingError: Arrays are deleted, or something else stands in their place.
@@ -101,20 +100,19 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     lengths: dict[Any, int] = {}
     for leaf in leaves[first_input:]:
         lengths |= zip(leaf.names or (), leaf.shape, strict=False)
-    rows, facts = [], {}
+    rows = []
     for axis, length in lengths.items():
         if axis is not None:
             whole = (leaf for leaf in leaves[:first_input] if leaf.role != "state")
             holder = next((leaf.path for leaf in whole if axis in (leaf.names or ())), None)
-            found = _judge_axis(axis, length, trace, keys, holder)
-            facts[axis] = [dataclasses.asdict(problem) for problem in found]
-            first = found[0] if found else Problem("", "")
-            rows.append((axis, not found, first.kind, first.path, first.what))
+            found = next(_find_mixing_of(axis, length, trace, keys, holder), None)
+            first = found or Problem("", "")
+            rows.append((axis, found is None, first.kind, first.path, first.what))
     free = ", ".join(repr(row[0]) for row in rows if row[1]) or "no axis"
     verdict = f"devices may hold parts of {free} without talking"
     columns = [Column("axis"), Column("independent", "ok"), Column("operation"), Column("where")]
     columns.append(Column("reason", "detail"))
-    return Report("independent axes", verdict, columns, rows, facts={"mixing": facts})
+    return Report("independent axes", verdict, columns, rows)
 
 
 def find_base_keys(tree: Any, leaves: Sequence[Leaf]) -> list[bool]:
@@ -124,13 +122,13 @@ def find_base_keys(tree: Any, leaves: Sequence[Leaf]) -> list[bool]:
     return [id(leaf.value) in keys for leaf in leaves]
 
 
-def _judge_axis(
+def _find_mixing_of(
     axis: Any,
     length: int,
     trace: Callable[..., ClosedJaxpr],
     keys: Sequence[bool],
     holder: str | None,
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """What mixes elements of one axis, or why that cannot be said.
 
     Args:
@@ -144,7 +142,6 @@ def _judge_axis(
     # longer one, which exists nowhere.
     divisor = next((d for d in range(2, length + 1) if length % d == 0), 1)
     factors = {1: (4, 1), 4: (1, 1), 2: (2, 1), 4 * divisor: (1, divisor), 4 * length: (1, length)}
-    found: list[Problem] = []
     whole = None
     for parts, factor in factors.items():
         try:
@@ -158,16 +155,16 @@ def _judge_axis(
             reason = f"the layer fails at another length ({type(error).__name__}: {text})"
             if holder is not None:
                 reason = f"its {holder!r} has the axis too, and stays whole"
-            return [Problem(_write_frames(frames), reason)]
+            yield Problem(_write_frames(frames), reason)
+            return
         if whole is None:
             whole = part
             continue
         drawn, mixing = find_mixing(whole, part, {parts: (axis,)}, keys, random_axes={axis})
-        found += mixing
+        yield from mixing
         if any(drawn) and not mixing:
             what = "the output differs between devices at random"
-            found.append(Problem("", what, kind="random_bits"))
-    return list(dict.fromkeys(found))
+            yield Problem("", what, kind="random_bits")
 
 
 # Walking two traces
