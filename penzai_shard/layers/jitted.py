@@ -18,7 +18,6 @@ from penzai_shard.arrays.kinds import is_deleted
 from penzai_shard.arrays.structure import Structure, flatten, variables_of
 from penzai_shard.errors import Problem, ShardingError
 from penzai_shard.jax_internals.tracing import count_signatures
-from penzai_shard.layers.constraints import check_shardings
 from penzai_shard.layers.live_model import LiveModel
 from penzai_shard.layers.pure_call import ASSIGNING, PureCall, assign, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
@@ -113,9 +112,6 @@ class Jitted(WrapperLayer):
         donate_argument: Whether the output may take the argument's memory; the argument is then
             gone after the call, and must not stand in the layer or its other inputs too.
 
-    Raises:
-        RuleTypeError: ``in_shardings`` or ``out_shardings`` hold something else than shardings.
-
     >>> layer = Jitted(pz.nn.Elementwise(jax.numpy.sin))
     >>> float(layer(0.0)), layer.body
     (0.0, Elementwise(fn=jax.numpy.sin))
@@ -125,10 +121,6 @@ class Jitted(WrapperLayer):
     in_shardings: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
     out_shardings: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
     donate_argument: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
-
-    def __post_init__(self) -> None:
-        given = {"in_shardings": self.in_shardings, "out_shardings": self.out_shardings}
-        check_shardings("Jitted", given, "Write NamedSharding(mesh, PartitionSpec('data')).")
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         is_array = not side_inputs and isinstance(argument, _ARRAYS)

@@ -5,7 +5,6 @@ overrides ``_transform``; one that does something around the call overrides ``_r
 """
 
 import dataclasses
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ from penzai import pz
 
 from penzai_shard.arrays.inputs import find_mesh, run_inputs
 from penzai_shard.arrays.structure import Structure, flatten, variables_of
-from penzai_shard.errors import Problem, RuleTypeError, ShardingError
+from penzai_shard.errors import ShardingError
 from penzai_shard.layers.pure_call import assign, find_pure_call, read_settings
 from penzai_shard.meshes import auto_context
 
@@ -59,12 +58,8 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, ShardingError):
                 raise
-            called = type(self).__name__
-            if isinstance(self.body, type) or not callable(self.body):
-                what = f"the body is {reprlib.repr(self.body)}, which is no layer"
-                problem = Problem("body", what, f"Write {called}(layer).")
-                raise RuleTypeError(f"{called}:", [problem]) from error
             # The arrays may be the reason.
+            called = type(self).__name__
             inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
             find_mesh(run_inputs(inputs, called)[0], called)
             raise
