@@ -15,17 +15,14 @@ import jax
 from penzai import pz
 
 from penzai_shard.arrays.inputs import run_inputs
-from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.errors import LayerStackError, Problem, Problems, RuleTypeError, check_arguments
+from penzai_shard.errors import LayerStackError, Problems
 from penzai_shard.layers import remat
 from penzai_shard.meshes import auto_context, on_auto_twin
-from penzai_shard.paths import nearest
 
 _SHARED = pz.nn.LayerStackVarBehavior.SHARED
 _PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
 # Besides those of ``Checkpointed``. What is in a layer is then computed again, all of it.
 _OWN_POLICIES = ("carries", "nested")
-ROLL_POLICIES = (*_OWN_POLICIES, *remat.POLICIES)
 # A layer: of what is carried and its slices, what is carried on and its own results.
 _RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -56,7 +53,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             * what ``Checkpointed`` takes, for what is kept inside of each layer.
 
     Raises:
-        RuleTypeError: There is no policy of that name, or a number is not a positive integer.
+        RuleTypeError: There is no policy of that name.
 
     >>> layer = pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)])
     >>> float(RolledLayerStack(layer, stack_axis="layers", stack_axis_size=3)(1.0))
@@ -70,13 +67,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
     policy: remat.Policy | bool = dataclasses.field(default=False, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        checks = {}
-        for name in ("stack_axis_size", "unroll"):
-            number = getattr(self, name)
-            checks[name] = number, isinstance(number, int) and number > 0, f"{name}=1"
-        check_arguments("RolledLayerStack", checks)
         if self.policy is not False:
-            remat.check_policy("RolledLayerStack", self.policy, ROLL_POLICIES)
+            remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
 
     @classmethod
     def from_layer_stack(
@@ -90,12 +82,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             policy: As for the class.
 
         Raises:
-            RuleTypeError: It is no stack; or as for the layer itself.
+            RuleTypeError: As for the layer itself.
         """
-        if not isinstance(stack, pz.nn.LayerStack):
-            what = f"a {type(stack).__name__} is no pz.nn.LayerStack"
-            fix = "Build one: RolledLayerStack.from_sublayer_builder(...)."
-            raise RuleTypeError("RolledLayerStack:", [Problem("", what, fix)])
         return cls(stack.stacked_sublayers, stack.stack_axis, stack.stack_axis_size, unroll, policy)
 
     @classmethod
@@ -118,7 +106,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
 
         Args:
             argument: The first layer's input. Every layer's output must have its form, up to the
-                order of the logical axes.
+                order of the logical axes, as in Penzai's stack.
             **side_inputs: The side inputs of all layers; variables in them are shared.
 
         Returns:
@@ -126,8 +114,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
 
         Raises:
             ShardingError: Arrays are deleted, or shapes.
-            LayerStackError: A layer gives back something of another form, or a variable cannot be
-                carried through a loop, or contradicts what it says of itself.
+            LayerStackError: A variable cannot go through a loop, or contradicts its metadata.
+            TypeError, ValueError: A layer gives back something of another form, as JAX says.
         """
         run_inputs({"body": self, "argument": argument, **side_inputs}, type(self).__name__)
         # Take apart what all layers share, and what each of them gets a slice of.
@@ -150,10 +138,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
                 layer, sides = pz.bind_variables(pair, live)
                 value = layer(value, **sides)
                 after = [variable.freeze() for variable in live]
-                result = value, after[: len(shared)]
-                _check_form(carry, result)
-                per_layer = _map_arrays(_with_positional_prefix, after[len(shared) :])
-                return pz.nx.order_like(result, carry), per_layer
+                result = pz.nx.order_like((value, after[: len(shared)]), carry)
+                return result, _map_arrays(_with_positional_prefix, after[len(shared) :])
 
             # Run them, and give the variables what they hold now.
             (value, shared), per_layer = self._run_loop(run_layer, (argument, shared), slices)
@@ -179,16 +165,6 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
     ) -> tuple[list[Any], list[Any]]:
         """The variables of a call that all layers share, and those that each layer has."""
         axis, problems = self.stack_axis, Problems("this layer stack cannot run as a loop:")
-        leaves = leaves_of(self.stacked_sublayers)
-        names = {name for leaf in leaves for name in leaf.names or ()}
-        if axis not in names and (near := nearest(axis, names)):
-            problems.add("", f"no array has the axis {axis!r}", f"Write stack_axis={near!r}.")
-        for leaf in leaves:
-            length = dict(zip(leaf.names or (), leaf.shape, strict=False)).get(axis)
-            # A loop over groups of layers would leave out those that are too many.
-            if length not in (None, self.stack_axis_size):
-                what = f"it has {length} layers, and the stack {self.stack_axis_size}"
-                problems.add(leaf.path, what, f"Write stack_axis_size={length}.")
         shared, per_layer = {variable.label: variable for variable in side_variables}, []
         for variable in layer_variables:
             behavior = variable.metadata.get("layerstack_axes", {}).get(axis)
@@ -251,23 +227,3 @@ def _with_positional_prefix(array: Any) -> Any:
 
 def _axes_of_arrays(tree: Any) -> Any:
     return _map_arrays(lambda array: frozenset(array.named_shape), tree)
-
-
-# What is carried from layer to layer
-
-
-def _check_form(before: Any, after: Any) -> None:
-    """Refuses a layer whose output, or shared state, is unlike what it gets."""
-    problems = Problems("each layer of a stack must give back the form of its input:")
-    trees = ({"argument": value, "state": shared} for value, shared in (before, after))
-    own, found = ({leaf.path: _form_text(leaf) for leaf in leaves_of(tree)} for tree in trees)
-    fix = "Take layers of another form out of the stack."
-    problems.compare(own, found, "a layer gets {} and gives {}", fix)
-    problems.raise_if_any(LayerStackError)
-
-
-def _form_text(leaf: Leaf) -> str:
-    """Dtype and lengths, however the logical axes are ordered."""
-    names = leaf.names or (None,) * len(leaf.shape)
-    dims = sorted(zip(names, leaf.shape, strict=True), key=lambda dim: str(dim[0] or ""))
-    return f"{leaf.dtype} of {dims}"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from penzai import pz
+from penzai.core.shapecheck import StructureMismatchError
 
 import penzai_shard as pzs
 from tests.layers.calls import Calls
@@ -150,20 +151,30 @@ ZERO, STACKED = jnp.zeros(()), pz.nx.zeros({"layers": 5})
 
 
 @pytest.mark.parametrize(
-    ("paths", "layers", "options"),
+    ("paths", "layers"),
     [
-        (["a", "b"], [Calls(count, state(None, ZERO, label)) for label in "ab"], {}),
-        (["state"], [Calls(count, state(SHARED, STACKED))], {}),
-        (["state"], [Calls(count, state(PER_LAYER, ZERO))], {}),
-        (["state"], [Calls(save, state(SHARED, ZERO))], {}),
-        (["argument", "argument/0", "argument/1"], [Calls(lambda _, x: (x, x))], {}),
-        (["argument"], [pz.nn.RenameAxes("embedding", "other")], {}),
-        (["argument"], [Calls(lambda _, x: x.astype("bfloat16"))], {}),
-        (["up.weights", "d.weights"], [], {"stack_axis_size": 2, "policy": "nested"}),
-        ([""], [], {"stack_axis": "layer"}),
+        (["a", "b"], [Calls(count, state(None, ZERO, label)) for label in "ab"]),
+        (["state"], [Calls(count, state(SHARED, STACKED))]),
+        (["state"], [Calls(count, state(PER_LAYER, ZERO))]),
     ],
 )
-def test_what_cannot_go_through_a_loop_is_refused_by_path(paths, layers, options):
-    stack = dataclasses.replace(roll(build(*layers)), **options)
-    problems = problems_of(pzs.LayerStackError, stack, X)
+def test_what_cannot_go_through_a_loop_is_refused_by_path(paths, layers):
+    problems = problems_of(pzs.LayerStackError, roll(build(*layers)), X)
     assert ([problem.path for problem in problems], bool(problems[0].fix)) == (paths, True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        ([Calls(lambda _, x: (x, x))], {}),
+        ([pz.nn.RenameAxes("embedding", "other")], {}),
+        ([Calls(lambda _, x: x.astype("bfloat16"))], {}),
+        ([], {"stack_axis_size": 4, "policy": "nested"}),
+        ([], {"stack_axis": "layer"}),
+        ([], {"unroll": "nested"}),
+    ],
+)
+def test_what_is_no_stack_is_refused_as_by_jax_and_penzai(layers, options):
+    stack = dataclasses.replace(roll(build(*layers)), **options)
+    with pytest.raises((TypeError, ValueError, StructureMismatchError)):
+        stack(X)
