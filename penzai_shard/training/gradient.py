@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 
 from penzai_shard.arrays.structure import Named, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, ShardingError, require
-from penzai_shard.layers.manual import vary_over
+from penzai_shard.layers.manual import vary_over, varying_axes
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
-from penzai_shard.training.manual_step import refuse_varying, run_per_device
+from penzai_shard.training.manual_step import run_per_device
 from penzai_shard.training.microbatches import LossCall, run_microbatches
 from penzai_shard.training.model_parts import Kind
 from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
@@ -194,20 +194,22 @@ def _call_loss(
             raise
     values = dict(zip(template.structure.paths, structure.read(model), strict=True))
 
-    problems = Problems("a loss function may change state variables only:")
+    problems = Problems("a loss function may change only state variables, alike on all devices:")
     for leaf, (path, value) in zip(leaves, values.items(), strict=True):
         # Transformations of NNX give each variable a new tracer, whether it is assigned or not.
         if template.kinds[path] != Kind.STATE and leaf.variable is None and value is not leaf.value:
             what = "the loss function assigns it, which the step would lose"
             problems.add(path, what, "Return the new value among the outputs.")
-    problems.raise_if_any(ShardingError)
-
     loss, weight, new_state, aux = _read_result(result)
     state_vars = {path: values[path] for path in state_arrays}
     before = {"state_vars": state_arrays, "loss_fn_state": loss_fn_state}
     after = {"state_vars": state_vars, "loss_fn_state": new_state}
-    if call.manual_axes:
-        refuse_varying(after)
+    # As far as JAX keeps account of it.
+    for leaf in leaves_of(after):
+        if axes := tuple(sorted(varying_axes(leaf.value))):
+            what = f"it differs along {axes}, as each device sees examples of its own"
+            problems.add(leaf.path, what, f"Average it: jax.lax.pmean(value, {axes}).")
+    problems.raise_if_any(ShardingError)
     after = keep_form(before, leaves_of(after), "Give it like the one before.")
     return loss, (weight, (after["state_vars"], after["loss_fn_state"]), aux)
 

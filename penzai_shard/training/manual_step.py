@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.arrays.structure import flatten, leaves_of
-from penzai_shard.errors import MeshError, Problem, Problems, ShardingError
+from penzai_shard.errors import MeshError, Problem
 from penzai_shard.layers import manual
 from penzai_shard.layers.remat import GATHERED
 from penzai_shard.training.microbatches import LossCall, find_examples, reduce_outputs
@@ -181,17 +181,3 @@ def _read_parameters(
                 stored[dim], gathered[dim] = (name,), ()
         parameters[path] = _Parameter(tuple(stored), tuple(gathered), specs.canonical(free))
     return parameters
-
-
-def refuse_varying(carry: Any) -> None:
-    """Refuses what is carried on and differs between devices, as far as JAX keeps account of it.
-
-    Raises:
-        ShardingError: Something does; all that does is in it.
-    """
-    problems = Problems("what a loss function carries on must be the same on all devices:")
-    for leaf in leaves_of(carry):
-        if axes := tuple(sorted(manual.varying_axes(leaf.value))):
-            what = f"it differs along {axes}, as each device sees examples of its own"
-            problems.add(leaf.path, what, f"Average it: jax.lax.pmean(value, {axes}).")
-    problems.raise_if_any(ShardingError)
