@@ -185,13 +185,10 @@ def test_strip_works_after_pickling():
 def test_strip_refuses_what_it_cannot_take_off():
     edited = pzs.Recipe(pzs.wrap("**/delta", beside)).apply(pz.nn.Residual(LINEARS[0]))
     broken = pz.select(edited).at_instances_of(Original).apply(lambda original: original.body)
-    for arguments, paths, fix in (
-        ((broken,), ["delta"], "Original(layer)"),
-        ((edited, "Jitted", pzs.Jitted(edited)), ["", ""], "strip(model, Jitted)"),
-    ):
-        problems = problems_of(pzs.RuleTypeError, pzs.strip, *arguments)
-        assert [problem.path for problem in problems] == paths
-        assert fix in problems[0].fix
+    (problem,) = problems_of(pzs.RuleTypeError, pzs.strip, broken)
+    assert (problem.path, "Original(layer)" in problem.fix) == ("delta", True)
+    with pytest.raises(TypeError):
+        pzs.strip(edited, "Jitted")
 
 
 @pytest.mark.parametrize("make", [llama, penzai_mlp, counted_mlp, mlp_v1, equinox])

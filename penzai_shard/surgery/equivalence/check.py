@@ -2,29 +2,32 @@
 
 The yardstick is what rounding does to the original: the largest difference between the original as
 it runs and in float64. The edited model as it runs may be off by a few times as much; in float64,
-where both compute without rounding, by a tiny part of it.
+where both compute without rounding, by a tiny part of it. An array goes by the path that it has in
+``strip(model)``, so that wrappers do not change its name.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from penzai import pz
 
+from penzai_shard.arrays.inputs import find_mesh, run_inputs
 from penzai_shard.arrays.static_values import same_static
 from penzai_shard.arrays.structure import Leaf, flatten, read_variables
 from penzai_shard.errors import Problems, RuleTypeError
-from penzai_shard.layers.pure_call import PureCall
-from penzai_shard.meshes import auto_context
+from penzai_shard.layers.pure_call import PureCall, read_settings
+from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.paths import join_paths, paths_text
 from penzai_shard.reports.report import Column, Report
-from penzai_shard.surgery.equivalence.float64 import Float64Run, as_float64, epsilon_of, is_equal
-from penzai_shard.surgery.equivalence.values import MODEL, NamedCall, read_call, sort_dims, to_array
+from penzai_shard.surgery.equivalence import float64
+from penzai_shard.surgery.equivalence.float64 import Float64Run, as_float64, is_equal, to_array
+from penzai_shard.surgery.inserted import flatten_bare
 
 _OUTPUTS, _GRADIENTS, _STATE = "outputs", "gradients", "state"
 _GROUPS = {"parameter": "parameters", "state": "state before"}
@@ -42,11 +45,12 @@ _TIMES, _ULPS = 8.0, 4.0
 _ULPS_UNKNOWN = 64.0
 # Rounding by more is that of a choice which falls the other way; in float64 it seldom does.
 _MOST_NOISE = 0.01
+# Where the arrays of the model stand among those of the call.
+_MODEL = "body/model/"
 _COARSE = "A difference smaller than rounding is not found:"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Allowance:
+class _Allowance(NamedTuple):
     """What two models may differ by.
 
     Attributes:
@@ -65,8 +69,7 @@ class _Allowance:
     coarser: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Difference:
+class _Difference(NamedTuple):
     """How far two arrays are apart, relative to the largest value of the first.
 
     Attributes:
@@ -155,7 +158,7 @@ def check_equivalent(
 
     notes = ["Both models are one object: nothing is edited."] if edited is original else []
     with auto_context():
-        one, other = (read_call(model, args, side_inputs) for model in (original, edited))
+        one, other = (_read_call(model, args, side_inputs) for model in (original, edited))
         if not same_values:
             notes.append("Values of parameters, and of state before the call, were not compared.")
         found, can_run = _compare_held(one, other, same_values, added_parameters, notes)
@@ -163,7 +166,7 @@ def check_equivalent(
             # Equal values are used where the edited model has placed them.
             known = {} if same_values and not found else one.of_role(*_GROUPS)
             leaves = [known.get(leaf.path, leaf) for leaf in other.leaves]
-            other = dataclasses.replace(other, leaves=leaves)
+            other = other._replace(leaves=leaves)
             found |= _compare_runs(one, other, gradients, rtol or 0.0, notes)
 
     rows = _make_rows(found)
@@ -182,19 +185,89 @@ def _make_rows(found: _Differences) -> list[tuple[Any, ...]]:
     for (group, path), each in found.items():
         # Two digits of what is wrong. Of the others the power of ten is enough, and equal blocks
         # fold into one row.
-        figures = [x and float(f"{x:.2g}") for x in dataclasses.astuple(each)[:-1]]
+        figures = [x and float(f"{x:.2g}") for x in each[:-1]]
         if each.ok:
             figures = [x and 10.0 ** math.ceil(math.log10(x)) for x in figures]
-        name = path.removeprefix(MODEL) or "(root)"
+        name = path.removeprefix(_MODEL) or "(root)"
         rows.append((name, group, *figures, each.ok, each.fact or None))
     return sorted(rows, key=lambda row: (row[-2], row[1] == _GRADIENTS))
+
+
+# A model as a function of named arrays
+
+
+@pz.pytree_dataclass
+class _Spread(pz.Struct):  # type: ignore[misc]
+    """Calls a model with several arguments, which for a ``PureCall`` are one."""
+
+    model: Any
+
+    def __call__(self, arguments: tuple[Any, ...], /, **side_inputs: Any) -> Any:
+        return self.model(*arguments, **side_inputs)
+
+
+class _NamedCall(NamedTuple):
+    """A model and its inputs as a function of arrays.
+
+    Attributes:
+        call: The function.
+        leaves: What it takes, dimensions sorted by ``_sort_dims``. The role of each is "parameter",
+            "state", "input" or "constant".
+    """
+
+    call: PureCall
+    leaves: list[Leaf]
+
+    def of_role(self, *roles: str) -> dict[str, Leaf]:
+        """The arrays with some roles, by path."""
+        return {leaf.path: leaf for leaf in self.leaves if leaf.role in roles}
+
+
+def _read_call(model: Any, args: tuple[Any, ...], side_inputs: Mapping[str, Any]) -> _NamedCall:
+    """Reads a model and its inputs.
+
+    Raises:
+        ShardingError: Arrays are deleted, or shapes; all of them are in it.
+        MeshError: Arrays are bound to different devices.
+    """
+    if isinstance(model, functools.partial):
+        # JAX looks for arrays only in a partial of its own.
+        model = jax.tree_util.Partial(model.func, *model.args, **model.keywords)
+    inputs = {"argument": args, "side_inputs": dict(side_inputs)}
+    arrays, _ = run_inputs(inputs | {"model": model}, "check_equivalent")
+    find_mesh(arrays, "check_equivalent")
+
+    tree = {**inputs, "body": _Spread(model)}
+    leaves, structure = flatten_bare(tree)
+    structure.check_paths()
+    # In a model that names no parameters, each array of floats is one.
+    has_parameters = any(leaf.role == "parameter" for leaf in leaves)
+    for number, leaf in enumerate(leaves):
+        role = "parameter" if float64.is_float(leaf) and not has_parameters else "constant"
+        role = leaf.role or (role if leaf.path.startswith(_MODEL) else "input")
+        names = leaf.names and tuple(sorted(leaf.names, key=_name_order))
+        value = _sort_dims(on_auto_twin(jnp.asarray(leaf.value)), leaf.names)
+        leaves[number] = dataclasses.replace(leaf, role=role, names=names, value=value)
+    return _NamedCall(PureCall(structure, read_settings(tree)), leaves)
+
+
+def _sort_dims(value: Any, names: Sequence[Any] | None, *, back: bool = False) -> Any:
+    """An array with its positional dimensions first, then the named ones by name; or back again."""
+    given = list(names or ())
+    order = sorted(range(len(given)), key=lambda i: _name_order(given[i]))
+    order = sorted(order, key=order.__getitem__) if back else order
+    return value if order == sorted(order) else jnp.transpose(value, order)
+
+
+def _name_order(name: Any) -> tuple[bool, str]:
+    return name is not None, str(name)
 
 
 # What the models hold
 
 
 def _compare_held(
-    one: NamedCall, other: NamedCall, same_values: bool, allow_added: bool, notes: list[str]
+    one: _NamedCall, other: _NamedCall, same_values: bool, allow_added: bool, notes: list[str]
 ) -> tuple[_Differences, bool]:
     """Compares parameters, and state before the call; tells whether the models can be run."""
     found: _Differences = {}
@@ -275,7 +348,7 @@ class _Step:
     def _score(self, chosen: dict[int, Any], values: list[Any]) -> tuple[Any, _Results]:
         structure = self._call.structure
         arrays = [
-            sort_dims(chosen.get(i, value), structure.names[i], back=True)
+            _sort_dims(chosen.get(i, value), structure.names[i], back=True)
             for i, value in enumerate(values)
         ]
         output, assigned = self._call(arrays)
@@ -285,7 +358,7 @@ class _Step:
         named: Any = pz.nx.NamedArrayBase
         containers = jax.tree_util.tree_structure(output, is_leaf=lambda x: isinstance(x, named))
         self.form = containers, form.statics
-        results = {(_OUTPUTS, leaf.path): sort_dims(leaf.value, leaf.names) for leaf in leaves}
+        results = {(_OUTPUTS, leaf.path): _sort_dims(leaf.value, leaf.names) for leaf in leaves}
         score = _add_up(results.values())
 
         # State after the call, and parameters that it has assigned.
@@ -296,7 +369,7 @@ class _Step:
                 path = [*structure.paths[variable.leaves], f"variable {number}"][0]
                 for leaf in flatten(assigned.get(number, before[number]))[0]:
                     key = _STATE, join_paths(path, leaf.path)
-                    results[key] = sort_dims(leaf.value, leaf.names)
+                    results[key] = _sort_dims(leaf.value, leaf.names)
         return score, {key: to_array(array) for key, array in results.items()}
 
 
@@ -318,7 +391,7 @@ def _add_up(arrays: Iterable[Any]) -> Any:
 
 
 def _compare_runs(
-    one: NamedCall, other: NamedCall, gradients: bool, rtol: float, notes: list[str]
+    one: _NamedCall, other: _NamedCall, gradients: bool, rtol: float, notes: list[str]
 ) -> _Differences:
     """Compares what two models compute, as they are and in float64."""
     # Gradients with regard to the inputs, and to the parameters that both have.
@@ -393,7 +466,7 @@ def _compare(own: list[Any], exact: list[Any] | None, allowance: _Allowance) -> 
         return _Difference(fact="other elements are not finite")
 
     # As the models run: both are measured against what the original is without rounding.
-    (one, other), epsilon = pairs[0], epsilon_of(own[0])
+    (one, other), epsilon = pairs[0], float64.epsilon_of(own[0])
     reference = np.where(np.isfinite(pairs[-1][0]), pairs[-1][0], one)
     size, noise = _largest(reference), _largest(one, reference)
     scale = max(size, noise) or 1.0

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penzai_shard.arrays.kinds import is_traced
+from penzai_shard.arrays.kinds import is_key_type, is_traced
 from penzai_shard.jax_internals.tracing import JaxprEqn, Literal, scan_counts
 from penzai_shard.programs import equations_in, inner_programs, open_program, walk
-from penzai_shard.surgery.equivalence.values import is_float, to_array
 
 # Calls of a program whose operations could stand at the place of the call.
 _CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
@@ -162,6 +161,17 @@ _STRUCTURES: dict[str, Callable[[Float64Run, list[Any], dict[str, Any]], Any]] =
     "scan": Float64Run._scan,
     "shard_map": Float64Run._shard_map,
 }
+
+
+def to_array(value: Any) -> Any:
+    """A value as an array; a random key as its bits."""
+    array = value if hasattr(value, "dtype") else jnp.asarray(value)
+    return jax.random.key_data(array) if is_key_type(array.dtype) else array
+
+
+def is_float(value: Any) -> bool:
+    """Whether an array, or a leaf, has floating-point or complex numbers."""
+    return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def epsilon_of(value: Any) -> float:
