@@ -28,7 +28,6 @@ from penzai_shard.reports.report import Column, Report
 
 _Records = Mapping[str, ArrayRecord]
 
-_MOST_THREADS = 8
 _GOOD = ("ok", "unchecked")
 _PATH, _SIZE = Column("path", "path"), Column("size", "bytes")
 _COMPARED = _PATH, Column("what"), Column("first"), Column("second")
@@ -247,9 +246,8 @@ def _read_checksums(manifest: Manifest, progress: Any) -> tuple[dict[str, str], 
         except CheckpointDamagedError as error:
             damaged[name] = error.problems[0].what
 
-    workers = min(_MOST_THREADS, os.cpu_count() or 1)
     total = sum(record.nbytes for record in records.values())
-    with draw_progress(total, "bytes", progress) as bar, ThreadPoolExecutor(workers) as pool:
+    with draw_progress(total, "bytes", progress) as bar, ThreadPoolExecutor() as pool:
         for record, _ in zip(records.values(), pool.map(read, records), strict=True):
             bar.advance(record.nbytes)
     return found, damaged

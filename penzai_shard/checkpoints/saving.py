@@ -150,6 +150,4 @@ def undo_on_failure(replacement: Replacement) -> Iterator[None]:
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
         fix = "Make room or give permission there, or save to another path."
-        # TensorStore tells what the system refused in the text of a ValueError.
-        is_system = isinstance(error, OSError) or "os_error_code" in str(error)
-        refuse_save(replacement.final, shorten(error), fix if is_system else "")
+        refuse_save(replacement.final, shorten(error), fix if isinstance(error, OSError) else "")

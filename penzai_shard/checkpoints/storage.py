@@ -246,7 +246,8 @@ def _open_objects(url: str, act: str, error: Callable[..., Exception]) -> Iterat
     except errors.ShardingError:
         raise
     except Exception as reason:  # TensorStore raises whatever its drivers raise.
-        what = f"{act} fails: {type(reason).__name__} {shorten(reason)}"
+        # Of what is not there TensorStore says nothing else.
+        what = f"{act} fails: {shorten(reason) or 'nothing is there'}"
         fix = "Write the url that saving returned, or give permission there."
         raise error("the object store:", [errors.Problem(url, what, fix)]) from reason
 

@@ -107,13 +107,8 @@ def read_config(config: Any) -> ModelConfig:
 # Finding it
 
 
-def published_names() -> list[str]:
-    """The names of the published configurations."""
-    return sorted(path.stem for path in _PUBLISHED.glob("*.json"))
-
-
 def _read_json(source: str) -> Mapping[str, Any]:
-    known = published_names()
+    known = sorted(path.stem for path in _PUBLISHED.glob("*.json"))
     path = _PUBLISHED / f"{source}.json" if source in known else pathlib.Path(source)
     try:
         text = (path / CONFIG if path.is_dir() else path).read_bytes()

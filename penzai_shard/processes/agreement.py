@@ -131,8 +131,6 @@ def refuse_differences(what: str, texts: Mapping[str, str]) -> None:
 
     >>> refuse_differences("place", {"w": "float32[2]"})
     """
-    if jax.process_count() == 1:
-        return
     # Texts of thousands of arrays are sent only if they differ.
     digest = hashlib.blake2b(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
     if len({*_agree(what, digest)}) == 1:

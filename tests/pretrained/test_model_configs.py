@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 import penzai_shard as pzs
 from penzai_shard.pretrained import model_configs
 from penzai_shard.pretrained.families import FAMILIES
-from penzai_shard.pretrained.model_configs import Layer, published_names, read_config
+from penzai_shard.pretrained.model_configs import Layer, read_config
 from penzai_shard.pretrained.models import model_of_config
 from tests.pretrained.models import CONFIGS
 from tests.refusals import problem_paths, problems_of
 
+PUBLISHED = sorted(path.stem for path in model_configs._PUBLISHED.glob("*.json"))
 OWN_MODEL, COPY, LEAVE_OUT, TWO = "into=", "Copy it", "Leave it out", "Leave the wrong one out"
 ROPE, FULL = "rope_parameters", "rope_parameters/full_attention"
 SLIDING, LINEAR = "rope_parameters/sliding_attention", {"rope_type": "linear"}
@@ -233,12 +234,12 @@ def test_read_config_answers_an_unknown_name_with_all(name):
         read_config(name)
     (problem,) = caught.value.problems
     assert problem.fix.startswith("Write the path of a config.json")
-    assert all(name in problem.fix for name in published_names())
+    assert all(name in problem.fix for name in PUBLISHED)
     assert len(str(caught.value)) < 400
 
 
 # Embeddings once where they are tied, as papers and model cards count.
-@pytest.mark.parametrize("name", published_names())
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_have_as_many_parameters_as_was_published(name):
     data = json.loads((model_configs._PUBLISHED / f"{name}.json").read_text())
     assert "config.json of" in data["source"]
@@ -253,5 +254,5 @@ def test_published_configurations_have_as_many_parameters_as_was_published(name)
 
 
 def test_small_models_are_of_all_families_and_published_ones_of_six():
-    assert len({read_config(name).family for name in published_names()}) == 6
+    assert len({read_config(name).family for name in PUBLISHED}) == 6
     assert {read_config(config).family for config in CONFIGS.values()} == FAMILIES.keys()
