@@ -16,7 +16,7 @@ from penzai_shard.naming.axis_roles import name_classes
 from penzai_shard.naming.facts import Facts
 from penzai_shard.naming.ties import AxisClass, Parts
 from penzai_shard.naming.trace import OF_TOKENS, AxisNames, CalledArray, trace_call
-from penzai_shard.paths import fold_key, group_paths, matches, nearest
+from penzai_shard.paths import fold_key, group_paths, matches
 from penzai_shard.planning.name_axes import check_names, match_names
 from penzai_shard.reports.report import Column, HasReport, Line, Report
 
@@ -226,7 +226,7 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
         self.dims, self.axes = dims, axes
 
     def __getitem__(self, path: str) -> tuple[Hashable | None, ...]:
-        return tuple(dim.name for dim in self._dims_at(path))
+        return tuple(dim.name for dim in self.dims[path])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.dims)
@@ -234,15 +234,9 @@ class InferredNames(Mapping[str, tuple[Hashable | None, ...]], HasReport):
     def __len__(self) -> int:
         return len(self.dims)
 
-    def _dims_at(self, path: str) -> tuple[NamedDim, ...]:
-        if path not in self.dims:
-            near = nearest(path, self.dims) or next(iter(self.dims), None)
-            raise KeyError(f"no weight has path {path!r}; there is for instance {near!r}")
-        return self.dims[path]
-
     def reasons(self, path: str) -> tuple[str, ...]:
         """Why each dimension of a weight is called so, or has no name."""
-        return tuple(dim.reason for dim in self._dims_at(path))
+        return tuple(dim.reason for dim in self.dims[path])
 
     @property
     def undecided(self) -> tuple[tuple[str, int], ...]:

@@ -6,7 +6,6 @@ in which XLA has it. Calls are inlined there, so that two calls of one function 
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,12 +109,7 @@ def trace_call(
     structs = [
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves, _ in trees
     ]
-    try:
-        traced = jax.jit(compute, keep_unused=True).trace(structs)
-    except TypeError as error:
-        # Only now, as what a decorated function says it takes may be what is beneath it.
-        _check_signature(function, (params, *inputs), problems)
-        raise (RuleTypeError(problems.headline, problems) if len(problems) else error) from error
+    traced = jax.jit(compute, keep_unused=True).trace(structs)
     if not jax.tree.leaves(traced.out_info):
         fix = "Return what it computes, best the logits."
         problems.add("function", "returns no arrays, so nothing in it counts", fix, "no arrays")
@@ -150,32 +144,16 @@ def _check_function(function: Any, params: Any, problems: Problems) -> None:
         problems.add("params", *refusal, kind="no arrays")
 
 
-def _check_signature(function: Any, args: Sequence[Any], problems: Problems) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # Functions of extension modules do not all have one.
-    try:
-        signature.bind(*args)
-    except TypeError:
-        what = f"is called with params and inputs ({len(args) - 1}), and takes {signature}"
-        fix = "Write a lambda of params and the inputs that calls it with all it takes."
-        problems.add("function", what, fix, "arguments")
-
-
 def _read_input_names(
     given: Any, inputs: Sequence[Sequence[Leaf]], problems: Problems
 ) -> list[AxisNames | None]:
     """The names that are given to each input, if they fit all its arrays without names."""
     kinds, fix = (list, tuple), "Write for instance input_names=[('batch', 'seq'), None]."
-    if not isinstance(given, kinds) or not all(n is None or isinstance(n, kinds) for n in given):
-        what = f"has a tuple of names for each input, or None, and not {given!r}"
+    is_read = isinstance(given, kinds) and all(n is None or isinstance(n, kinds) for n in given)
+    if not is_read or (len(given) > len(inputs) and given is not OF_TOKENS):
+        what = f"has a tuple of names, or None, for each of {len(inputs)} inputs, and not {given!r}"
         problems.add("input_names", what, fix, "unreadable")
         return []
-    if len(given) > len(inputs) and given is not OF_TOKENS:
-        what = f"has names of {len(given)} inputs, and there are {len(inputs)}"
-        fix = f"Write input_names={list(given[: len(inputs)])!r}."
-        problems.add("input_names", what, fix, "misfit")
     names = [*given, *[None] * len(inputs)][: len(inputs)]
     for number, leaves in enumerate(inputs):
         own = names[number]

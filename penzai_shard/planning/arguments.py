@@ -59,7 +59,7 @@ def read(
 
     Args:
         called: The name of that function.
-        mesh: A mesh, or a plan in its place.
+        mesh: A mesh.
         rules: Rules in any form that ``AxisRules`` takes.
         axis_name_to_mesh_name: The same under Penzai's name.
         on_indivisible: As for ``make_plan``.
@@ -71,8 +71,6 @@ def read(
         MeshError: A rule names a mesh axis that the mesh does not have, or the plan is one for
             another mesh.
     """
-    if isinstance(mesh, ShardingPlan) and plan is None:
-        mesh, plan = None, mesh
     # The defaults of all that take a plan.
     has_options = (on_indivisible, on_unnamed) != ("error", "error")
     _refuse_mistakes(called, mesh, rules, axis_name_to_mesh_name, plan, has_options)
@@ -99,7 +97,6 @@ def _refuse_mistakes(
     called: str, mesh: Any, rules: Any, penzais_rules: Any, plan: Any, has_options: bool
 ) -> None:
     given = penzais_rules if rules is None else rules
-    name = getattr(given, "__name__", "")
     make_mesh = "Write mesh=make_mesh({'data': 4, 'model': 2})."
 
     # The first of these is told: what follows would mostly come of it.
@@ -110,17 +107,11 @@ def _refuse_mistakes(
     both = "rules and axis_name_to_mesh_name are two names of one argument, and both are given"
     are_two = rules is not None and penzais_rules is not None
     refuse(are_two, both, "Give one: rules=AxisRules(first) | second.")
-    is_plan = isinstance(given, ShardingPlan)
-    refuse(is_plan, "a plan stands in the place of the rules", "Give it by name: plan=plan.")
-    is_swapped = isinstance(given, Mesh | AbstractMesh)
-    refuse(is_swapped, "a mesh stands in the place of the rules", "Write mesh=mesh, rules=rules.")
     fix = "Write plan=make_plan(tree, mesh, rules)."
     refuse(not isinstance(plan, ShardingPlan | None), f"plan is {reprlib.repr(plan)}", fix)
     is_decided = plan is not None and (given is not None or has_options)
     what = "a plan is given, which has decided already, and rules or options are given too"
     refuse(is_decided, what, "Leave them out.")
-    what = f"the rules are the function {name}, which was not called"
-    refuse(inspect.isfunction(given), what, f"Write {name}().")
     lacks_mesh = plan is None if mesh is None else not isinstance(mesh, Mesh | AbstractMesh)
     refuse(lacks_mesh, f"a mesh is needed, not {reprlib.repr(mesh)}", make_mesh)
 
