@@ -117,14 +117,11 @@ def _rules_for_names(
 
 def _fix_length(name: Hashable, length: int, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
     """Mesh sizes near the present one that do divide a length."""
-    parts = part_count(axes, mesh)
-    divisors = [size for size in range(2, length + 1) if length % size == 0]
-    below = [size for size in divisors if size < parts][-1:]
-    above = [size for size in divisors if size > parts][:2]
-    near = [*below, *(size for size in above if size <= 2 * parts)] or above[:1]
+    most = 2 * part_count(axes, mesh)
+    near = [str(size) for size in range(2, most + 1) if length % size == 0]
     if not near:
         return f"Map {name!r} to None."
-    choice = " or ".join(", ".join(map(str, near)).rsplit(", ", 1))
+    choice = " or ".join(", ".join(near[-3:]).rsplit(", ", 1))
     return f"Map {name!r} to None, or use a mesh with {'*'.join(axes)}={choice}."
 
 
@@ -200,8 +197,6 @@ def decide(
             problems.add("", f"{name!r} ({sizes[i]}) {why}", fix, "indivisible")
         else:
             fix = f"Map {name!r} to None or another mesh axis."
-            if list(names).count(name) > 1:
-                fix = f"Write [({name!r}, {_axes_text(asked[0].mesh_axes)}), ({name!r}, None)]."
             problems.add("", why, fix, "taken")
 
     # A dimension that no rule for names has decided is free for the rules for the largest.

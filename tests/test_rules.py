@@ -127,7 +127,7 @@ def test_ordered_pairs_answer_as_flax_does_where_both_succeed(pairs, array):
 
 @pytest.mark.parametrize(
     ("length", "size", "choices"),
-    [(14336, 12, [8, 14, 16]), (32000, 12, [10, 16, 20]), (14, 4, [2, 7]), (7, 2, [7]), (1, 2, [])],
+    [(14336, 12, [8, 14, 16]), (32000, 12, [10, 16, 20]), (14, 4, [2, 7]), (7, 2, []), (1, 2, [])],
 )
 def test_fix_of_an_indivisible_length_names_sizes_that_divide(length, size, choices):
     rules = AxisRules({"mlp": "model"})

@@ -137,6 +137,7 @@ class Structure:
         names: The logical axes of each leaf.
         statics: Path and value of each leaf that is no array, such as a function.
         variables: The variables, each once, in the order of their first leaves.
+        empty: The places of variables that are empty; not part of equality.
         problems: What is wrong with names that a library gives, and, of a tree without arrays, with
             empty places; not part of equality.
     """
@@ -147,9 +148,9 @@ class Structure:
         self.names = tuple(leaf.names for leaf in walk.leaves)
         self.statics = tuple(walk.statics)
         self.variables = tuple(walk.variables)
+        self.empty = tuple(x for x in walk.problems if x.kind == "empty")
         # Beside its variables a model that they were taken out of is whole.
-        is_bare = not walk.leaves
-        self.problems = tuple(x for x in walk.problems if is_bare or x.kind != "empty")
+        self.problems = tuple(x for x in walk.problems if not walk.leaves or x not in self.empty)
         # Functions and settings of two builds may hash differently and be equal all the same.
         self._hash = hash((self.paths, tuple(path for path, _ in self.statics)))
 

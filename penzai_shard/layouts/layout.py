@@ -205,7 +205,7 @@ class Layout(LayoutPresets, LayoutFiles):
         "'neurons' -> 'data' (largest free)"
         """
         found = self.find_roles(tree, mesh)
-        plan = make_plan(tree, mesh, found.tables["parameters"], **self._relax(options))
+        plan = make_plan(tree, mesh, found.tables["parameters"], **options)
         whole = _find_whole(plan)
         if isinstance(tree, TrainState) and self.optimizer is not None:
             other = make_plan(tree, mesh, found.tables["optimizer"], **options)
@@ -214,12 +214,6 @@ class Layout(LayoutPresets, LayoutFiles):
             plan, whole = dataclasses.replace(plan, leaves=tuple(leaves)), _find_whole(other)
         warn_caller(whole)
         return dataclasses.replace(plan, remarks=(*plan.remarks, *found.notes, *whole))
-
-    def _relax(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options for parameters, which are whole without names where statistics are split so."""
-        rules = self.optimizer.rules if self.optimizer is not None else ()
-        is_relaxed = options.get("on_unnamed", "error") == "error" and any(x.unnamed for x in rules)
-        return options | {"on_unnamed": "replicate"} if is_relaxed else options
 
     def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
         """The edits by which a model computes in this layout.
@@ -358,8 +352,7 @@ class Layout(LayoutPresets, LayoutFiles):
         of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
         shapes = abstract_model(initializer, *args)
         layout, edit = self.for_model(shapes, mesh), self.recipe(shapes, mesh).apply
-        options = self._relax({"on_unnamed": on_unnamed})
-        plan = make_plan(shapes, mesh, layout.parameters, **options)
+        plan = make_plan(shapes, mesh, layout.parameters, on_unnamed=on_unnamed)
 
         with auto_context():
             # A state of structs says where the optimizer's arrays belong, which are made there.

@@ -13,13 +13,12 @@ MIN_SIZE = 2**14
 # The fields of a layout: tables of rules, and others, which are options of every preset.
 TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 FIELDS = ("reshard_after_forward", "manual", "rematerialise", "precision", "blocks", "names")
-_OTHER_NAMES = {"ddp": "data_parallel", "fsdp": "fully_sharded", "zero3": "fully_sharded"}
 
 
 def add_unknown(problems: Problems, path: str, given: Iterable[Any], known: Iterable[str]) -> None:
     """Collects what is given and not known, with the nearest name."""
     for key in (key for key in given if key not in [*known]):
-        near = nearest(_OTHER_NAMES.get(str(key), str(key)), known)
+        near = nearest(str(key), known)
         fix = f"Write {near!r}." if near else f"There are {', '.join(known)}."
         problems.add(path, f"{key!r} is not known", fix)
 

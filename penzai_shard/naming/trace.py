@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
+from penzai_shard.arrays.inputs import run_inputs
+from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.naming.cuts import tie_cuts
 from penzai_shard.naming.ties import AxisClass, Dims, Parts, Ties, number_classes, tie_operations
@@ -87,6 +88,7 @@ def trace_call(
 
     Raises:
         RuleTypeError: Arguments do not fit; all of them are in it.
+        ShardingError: What stands for an array is none; all such are in it.
         PropagationError: Shapes are unknown, or this jaxlib has other passes.
 
     >>> up, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 32), (4, 8)))
@@ -96,8 +98,8 @@ def trace_call(
     (['up'], True)
     """
     problems = Problems("infer_names cannot trace this call:")
-    trees = [_flatten(tree, problems) for tree in (params, *inputs)]
     _check_function(function, params, problems)
+    trees = [run_inputs(tree, "infer_names", allow_structs=True) for tree in (params, *inputs)]
     names = _read_input_names(input_names, [leaves for leaves, _ in trees[1:]], problems)
     problems.raise_if_any(RuleTypeError)
 
@@ -122,23 +124,10 @@ def trace_call(
 # Arguments
 
 
-def _flatten(tree: Any, problems: Problems) -> tuple[list[Leaf], Structure]:
-    leaves, structure = flatten(tree)
-    problems.extend(structure.problems)
-    for leaf in leaves:
-        if leaf.dtype is None:
-            what = f"a {type(leaf.value).__name__} stands where an array should be"
-            problems.add(leaf.path, what, "Give an array, or a struct.", "no array")
-    return leaves, structure
-
-
 def _check_function(function: Any, params: Any, problems: Problems) -> None:
     fix = "Write lambda params, *inputs: params(*inputs), and give the model as params."
-    if isinstance(function, type) or not callable(function):
-        name = getattr(function, "__name__", type(function).__name__)
-        problems.add("function", f"{name} is no function of weights and inputs", fix, "no function")
-    elif leaves_of(function):
-        what = f"{type(function).__name__} holds its own arrays, and those of params are named"
+    if isinstance(function, type) or not callable(function) or leaves_of(function):
+        what = f"a {type(function).__name__} is no function of weights, or holds its own"
         problems.add("function", what, fix, "no function")
     if refusal := find_refusal(params):
         problems.add("params", *refusal, kind="no arrays")

@@ -149,7 +149,7 @@ def _put_all(
     values = list(values)
     together: list[int] = []
     for i, sharding in enumerate(shardings):
-        if _is_writable(values[i]):
+        if isinstance(values[i], np.ndarray):
             # On a CPU, JAX uses the memory of NumPy arrays, and whoever writes to it would change
             # the model. One by one: no more than one copy is there besides.
             copied = np.array(values[i])
@@ -164,12 +164,3 @@ def _put_all(
         values[i] = array
     # Others are left to JAX, and only become arrays.
     return [v if isinstance(v, jax.Array) else jax.numpy.asarray(v) for v in values]
-
-
-def _is_writable(value: Any) -> bool:
-    """Whether somebody can write to the memory of a NumPy array, be it by what it is a view of."""
-    while isinstance(value, np.ndarray):
-        if value.flags.writeable:
-            return True
-        value = value.base
-    return False

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-from penzai import pz
 
 from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of, read_variables
@@ -196,7 +195,7 @@ def _prepare(
         if called == "sharded_init" and any(a is not b for a, b in pairs):
             warn_caller([_LOST_ASSIGNMENT])
         made_leaves, structure = flatten(made)
-        _check_complete(made, made_leaves)
+        _check_complete(made_leaves, structure)
         structures.append(structure)
         return [leaf.value for leaf in made_leaves]
 
@@ -211,17 +210,14 @@ def _enter_contexts() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def _check_complete(made: Any, leaves: Sequence[Leaf]) -> None:
+def _check_complete(leaves: Sequence[Leaf], structure: Structure) -> None:
     """Refuses parameters without values: those of the first API, and those made without a key."""
     problems = Problems("the initialiser left parameters without a value:")
+    problems.extend(structure.empty)
     for leaf in leaves:
         if is_struct(leaf.value):
             fix = "Write initialize_parameters_sharded(model, key, mesh, rules)."
             problems.add(leaf.path, "it is a shape and holds no values", fix)
-    for node in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, pz.ParameterSlot)):
-        if isinstance(node, pz.ParameterSlot):
-            fix = "Give the initialiser its init_base_rng: jax.random.key(0)."
-            problems.add(str(node.label), "its place is empty", fix)
     problems.raise_if_any(ShardingError)
 
 

@@ -139,7 +139,7 @@ class _Slots:
         return issubclass(kind, pz.ParameterSlot | pz.StateVariableSlot)
 
     def open(self, node: Any) -> Content:
-        fix = "Give the initialiser a key: init_base_rng=jax.random.key(0), or bind the variables."
+        fix = "Give the initialiser its init_base_rng: jax.random.key(0), or bind the variables."
         return Content(None, node, label=str(node.label), problem=("its place is empty", fix))
 
     def close(self, template: Any, data: Any) -> Any:

@@ -143,11 +143,9 @@ def register_reader(reader: Reader) -> None:
     P('data',)
     """
     needs = ("library", "reads", "open", "close")
-    missing = [name for name in needs if not hasattr(reader, name)]
-    if isinstance(reader, type) or missing:
-        has = "is a class" if isinstance(reader, type) else f"has no {' and no '.join(missing)}"
+    if isinstance(reader, type) or not all(hasattr(reader, name) for name in needs):
         fix = f"Give an object with {', '.join(needs)}."
-        raise RuleTypeError("register_reader:", [Problem("", f"{reader!r} {has}", fix)])
+        raise RuleTypeError("register_reader:", [Problem("", f"{reader!r} is no reader", fix)])
     _registered.insert(0, reader)
     _read_type.cache_clear()
 

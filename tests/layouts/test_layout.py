@@ -168,11 +168,11 @@ def test_bytes_per_device_are_within_two_percent_of_the_ideal(preset, devices):
 def test_statistics_without_names_are_split_where_their_parameters_are_whole():
     build = lambda: {"w": jnp.ones((8, 8))}  # noqa: E731
     layout = Layout.zero1(min_size=1, unnamed="largest", blocks=())
-    state, _ = layout.build(build, mesh=EIGHT, **DEFAULTS)
+    state, _ = layout.build(build, mesh=EIGHT, on_unnamed="replicate", **DEFAULTS)
     assert state.trained_arrays["w"].sharding.spec == jax.P()
     assert state.opt_arrays[0].mu["w"].sharding.spec == jax.P("data")
     with pytest.raises(pzs.PlanError):
-        Layout.zero1(min_size=1).plan(build(), EIGHT)
+        layout.plan(build(), EIGHT)
 
 
 def test_arrays_that_the_mesh_does_not_divide_are_split_by_several_mesh_axes():
