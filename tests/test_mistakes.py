@@ -13,7 +13,6 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from penzai import pz
-from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models import simple_mlp
 
 import penzai_shard as pzs
@@ -54,7 +53,7 @@ abstract_mesh = AbstractMesh((4, 2), ("data", "model"))
 model, plan = build_mlp(jax.random.key(0)), pzs.make_plan(tree, mesh, rules)
 first, second = {"embed": "data"}, {"mlp": "model"}
 module, x = linen.Dense(4), np.ones((8, 8), np.float32)
-first_api, definition, key = pz_v1, MODELS["uninitialized v1 mlp"](), jax.random.key(0)
+definition, key = MODELS["uninitialized v1 mlp"](), jax.random.key(0)
 sgd = optax.sgd(1.0)
 graphdef, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 sharding = NamedSharding(mesh, PartitionSpec())
@@ -178,7 +177,7 @@ MISTAKES = [
      "sharded_init(build_mlp, key, mesh=mesh, rules={})"),
     ("definition_of_penzais_first_api_as_initializer", RuleTypeError, "",
      "sharded_init(definition, mesh=mesh, rules={})",
-     "(lambda pz, model: sharded_init(FIX, mesh=mesh, rules={}))(first_api, definition)"),
+     "initialize_parameters_sharded(definition, key, mesh, {})"),
     ("model_as_function_of_abstract_model", RuleTypeError, "", "abstract_model(model)", "FIX"),
     ("initializer_without_key", ShardingError, "mlp/Affine_0/Linear.weights",
      "sharded_init(build_mlp, mesh=mesh, rules={})",

@@ -22,9 +22,7 @@ from penzai_shard.rules import TRANSFORMER_AXES
 _NEURONS, _HEADS, _HEAD_GROUPS, _QUERY_HEADS, _VOCABULARY = TRANSFORMER_AXES
 
 _EXPONENTIAL, _MULTIPLY = "stablehlo.exponential", "stablehlo.multiply"
-# What hands something from one place of a sequence on to the next.
 _CUMULATION = "stablehlo.reduce_window"
-_HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", _CUMULATION})
 _ORDERS = frozenset({"chlo.top_k", "stablehlo.sort"})
 # What blocks of several streams may have in common: these are no lengths of a stream.
 _COMMON = frozenset({"embedding", "vocabulary", "outputs", "rank", "qkv", "kv", "qk", "gate_up"})
@@ -115,9 +113,8 @@ def name_classes(facts: Facts) -> ClassNames:
     _name_gates(facts, names)
     _name_ranks(facts, names)
     _name_outputs(facts, names)
-    # Last, different axes that have one role get different names, or none.
+    # Last, residual streams that nothing ties get different names, or none.
     _tell_streams_apart(facts, names)
-    _leave_unequal_open(facts, names)
     for part, name in facts.of_inputs.items():
         if part not in names.roles:
             names.give_name(part, name, "an input has that name, and the program ties both")
@@ -267,22 +264,9 @@ def _find_attentions(facts: Facts, names: ClassNames) -> Iterator[_Attention]:
         values = free & weighted - scores.of_result - contracted
         if not mixes or not contracted | values:
             continue
-        if not all(_is_made(facts, names, operand) for operand in scores.operation.operands):
-            continue
         near = {each for part in contracted | values for each in facts.neighbours(part)}
         heads = weighted & near & (scores.batch | scores.of_result - mixed)
         yield _Attention(scores, mixes[0], softmax, sorted(heads), contracted, values)
-
-
-def _is_made(facts: Facts, names: ClassNames, operand: int) -> bool:
-    """Whether queries or keys are an input, or a product with a weight; if learned, of the stream.
-
-    What a pooling asks for is a stream of another width.
-    """
-    near, embedding = facts.nearest_products(operand), names.with_role("embedding")
-    if operand in facts.from_inputs:
-        return operand not in facts.from_weights or any(e.weight is not None for e in near)
-    return any(e.contracted & embedding for e in near)
 
 
 def _name_attention(facts: Facts, names: ClassNames, attentions: Sequence[_Attention]) -> None:
@@ -392,8 +376,6 @@ def _name_neurons(facts: Facts, names: ClassNames) -> None:
     """What a product makes of the embedding, and another contracts to give it back."""
     embedding = names.with_role("embedding")
     dots = [each for each in facts.with_weights if each.operation.kind == DOT]
-    # What a product makes of itself is the state of a recurrence.
-    states = {part for each in dots for part in each.made & each.contracted}
     for each in dots:
         near = facts.nearest_products(each.data)
         is_plain = all(one.weight is not None and one.operation.kind == DOT for one in near)
@@ -406,10 +388,8 @@ def _name_neurons(facts: Facts, names: ClassNames) -> None:
         is_looped = any(one.kind == FLOW and len(sources_of(one)) > 1 for one in makers)
         if is_looped and len(each.contracted) > 1:
             continue
-        handed = (one.results[0] for one in makers if one.kind in _HANDING_ON)
-        handed_on = {part for value in handed for part in facts.classes(value)} | states
         made = {part for one in near if one.contracted & streams for part in one.made}
-        found = made & each.contracted & facts.in_weights.keys() - handed_on
+        found = made & each.contracted & facts.in_weights.keys()
         for part in names.without_role(found):
             role = "recurrent" if is_looped else _NEURONS
             reason = "a product makes it of the embedding, and another contracts over it"
@@ -512,7 +492,7 @@ def _name_gates(facts: Facts, names: ClassNames) -> None:
                 names.give_role(part, "gate_up", "one weight makes neurons and their gates")
 
 
-# Different axes of one role
+# Several residual streams
 
 
 def _tell_streams_apart(facts: Facts, names: ClassNames) -> None:
@@ -589,23 +569,3 @@ def _find_owners(
         owners = {stream for each in weights for stream in streams & {*each.classes}}
         if role not in _COMMON and len(owners) == 1:
             yield part, owners.pop()
-
-
-def _leave_unequal_open(facts: Facts, names: ClassNames) -> None:
-    """Two axes that a value has at once are not one, nor are two of unequal lengths."""
-    doubts = dict[AxisClass, str]()
-    for classes in {facts.classes(value) for value in facts.makers}:
-        roles = collections.Counter(names.roles.get(part) for part in classes)
-        for part in classes & names.roles.keys():
-            if roles[names.roles[part]] > 1:
-                doubts[part] = f"some value has two that would be {names.roles[part]!r}"
-    for role in {*names.roles.values()} - {"embedding", _NEURONS, "layers"}:
-        counts = collections.Counter[int]()
-        for part in names.with_role(role) & facts.in_weights.keys():
-            counts[part.size] += len(facts.in_weights[part])
-        for part in names.with_role(role) if len(counts) > 1 else ():
-            # The length that most weights have keeps the name.
-            if part.size != counts.most_common(1)[0][0]:
-                doubts[part] = f"it is not as long as what else would be {role!r}"
-    for part, doubt in doubts.items():
-        names.take_role(part, doubt)

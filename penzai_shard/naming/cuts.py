@@ -7,7 +7,6 @@ that rotary embeddings change for one another, and gates next to their neurons w
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penzai_shard.naming.ties import Elements, Ties, walk
@@ -67,7 +66,6 @@ def tie_cuts(program: Propagated, ties: Ties, elements: Elements) -> None:
     while True:
         before = ties.count
         _tie_same_places([*cut, *joined], ties)
-        _tie_minor_parts(cut, ties)
         _tie_joined_again(cut, joined, ties)
         if ties.count == before:
             # Last, as parts may get to be of one kind by all the others.
@@ -140,21 +138,6 @@ def _tie_same_places(parted: Sequence[_Parted], ties: Ties) -> None:
         whole = tuple(ties.parts([each.whole]))
         for place, part in each.parts.items():
             ties.unify([first.setdefault((whole, place), part)], [part])
-
-
-def _tie_minor_parts(cut: Sequence[_Parted], ties: Ties) -> None:
-    """What is cut out at one place of the major parts of a product is its minor parts.
-
-    So it is with queries, keys and values that stand one after the other, each with all heads.
-    """
-    for each in cut:
-        minor = ties.parts([each.whole])[1:]
-        while minor:
-            length = math.prod(ties.sizes[part] for part in minor)
-            for (start, end, stride), part in each.parts.items():
-                if end - start == length and start % length == 0 and stride == 1:
-                    ties.unify([part], minor)
-            minor = minor[1:]
 
 
 def _tie_joined_again(cut: Sequence[_Parted], joined: Sequence[_Parted], ties: Ties) -> None:

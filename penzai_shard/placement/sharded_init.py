@@ -230,9 +230,6 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
     if not callable(initializer) or leaves or structure.problems:
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
         fix = f"Write {called}(build, ...), or for a model that exists place(model, mesh, rules)."
-        if any(is_struct(leaf.value) for leaf in leaves):
-            # A model of Penzai's first API before it is initialised; place would refuse it, too.
-            fix = "Write lambda: pz.nn.initialize_parameters(model, key)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
     # Other functions of this library take the mesh second, by position.
     given = next((arg for arg in args if isinstance(arg, Mesh | AbstractMesh | ShardingPlan)), None)

@@ -17,7 +17,7 @@ from penzai_shard.arrays.kinds import device_dtype, itemsize
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.errors import PlanError, Problems
 from penzai_shard.meshes import AnyMesh, mesh_text
-from penzai_shard.reports.quantities import bytes_text
+from penzai_shard.reports.quantities import bytes_text, plain_text
 from penzai_shard.reports.report import Column, HasReport, Report
 from penzai_shard.rules import AxisRules
 
@@ -73,14 +73,10 @@ def write_axes(
     """
     axes = specs.mesh_axes(spec or PartitionSpec(), len(shape))
     return ", ".join(
-        (str(size) if name is None else f"{_name_text(name)}={size}")
+        (str(size) if name is None else f"{plain_text(name)}={size}")
         + (f"/{'+'.join(over)}" if over else "")
         for name, size, over in zip(names or (None,) * len(shape), shape, axes, strict=True)
     )
-
-
-def _name_text(name: Hashable) -> str:
-    return "+".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -74,20 +74,15 @@ def to_xla_form(lowered: jax.stages.Lowered) -> Mlir:
     return module
 
 
-def _unknown(values: list[tuple[Mlir, str]]) -> list[tuple[Mlir, str]]:
-    shaped = [each for each in values if isinstance(each[0], ir.ShapedType)]
-    return [each for each in shaped if not each[0].has_static_shape]
-
-
 def _check(module: Mlir) -> None:
     """Refuses shapes that are not known, and a mesh axis of two sizes, all of them at once."""
     problems = Problems(HEADLINE)
-    # What is computed from an argument of unknown shape says nothing new.
-    arguments = [(value.type, name_of(value)) for value in main_block(module).arguments]
-    made = [(value.type, name_of(each)) for each in operations_in(module) for value in each.results]
-    for kind, name in _unknown(arguments) or _unknown(made):
-        fix = "Lower the function for arguments whose lengths are numbers."
-        problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
+    values = [(value.type, name_of(value)) for value in main_block(module).arguments]
+    values += [(v.type, name_of(each)) for each in operations_in(module) for v in each.results]
+    for kind, name in values:
+        if isinstance(kind, ir.ShapedType) and not kind.has_static_shape:
+            fix = "Lower the function for arguments whose lengths are numbers."
+            problems.add(name, f"is of an unknown shape, {kind}", fix, "unknown shape")
     known = dict(mesh_axes(module))
     for name, size in mesh_axes(module):
         if size != known[name]:

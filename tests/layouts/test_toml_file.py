@@ -47,7 +47,7 @@ def test_what_people_write_is_read(tmp_path):
     ("text", "fixes"),
     [
         ('layot = "zero1"', ["'layout'", "layout ="]),
-        ('layout = "fsdp"\noptions = 3', ["options =", "'fully_sharded'"]),
+        ('layout = "fsdp"\noptions = 3', ["options =", "fully_sharded"]),
         ('layout = "zero1"\noptions = { min_sise = 3 }', ["'min_size'"]),
         ('layout = "zero1"\nparameters = { a = "data" }', ["layout ="]),
         ('parameters = [{ logical = "x" }]', ["'logical_axis'"]),

