@@ -22,7 +22,6 @@ from penzai_shard.rules import TRANSFORMER_AXES
 _NEURONS, _HEADS, _HEAD_GROUPS, _QUERY_HEADS, _VOCABULARY = TRANSFORMER_AXES
 
 _EXPONENTIAL, _MULTIPLY = "stablehlo.exponential", "stablehlo.multiply"
-_CUMULATION = "stablehlo.reduce_window"
 _ORDERS = frozenset({"chlo.top_k", "stablehlo.sort"})
 # What blocks of several streams may have in common: these are no lengths of a stream.
 _COMMON = frozenset({"embedding", "vocabulary", "outputs", "rank", "qkv", "kv", "qk", "gate_up"})
@@ -161,9 +160,7 @@ def _name_vocabulary(facts: Facts, names: ClassNames) -> None:
     for each in facts.lookups:
         is_begin = each.rows in facts.in_weights and (not embedding or embedding & each.others)
         is_given = each.index in facts.from_inputs - facts.from_weights
-        # Places that are counted along the tokens are computed from them, too.
-        is_sum = _CUMULATION in facts.kinds_before(each.index)
-        if each.is_table and is_begin and is_given and not is_sum:
+        if each.is_table and is_begin and is_given:
             tables[each.rows] = _long(facts.classes(each.index))
     chosen = tables.keys() & logits.keys() or {
         rows

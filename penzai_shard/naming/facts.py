@@ -200,10 +200,7 @@ class Facts:
 
     @functools.cached_property
     def runs(self) -> Mapping[AxisClass, Runs]:
-        """What is cut out of the major part of dimensions, without the minor ones in both.
-
-        Lookups by a number that is known beforehand count too, as unbinding does them.
-        """
+        """What is cut out of the major part of dimensions, without the minor ones in both."""
         found: dict[AxisClass, dict[tuple[int, int], list[tuple[int, Parts]]]] = {}
         for operation in (operation for operation in self.program.operations if operation.cuts):
             values = operation.operands[0], operation.results[0]
@@ -216,12 +213,6 @@ class Facts:
                     runs = found.setdefault(before[0], {})
                     cut = values[1], tuple(part for part in major if part.size > 1)
                     runs.setdefault((start // step, end // step), []).append(cut)
-        given = self.from_inputs | self.from_weights
-        for lookup in self.lookups:
-            shape = self.program.values[lookup.index].shape
-            if lookup.index not in given and math.prod(shape) == 1:
-                runs = found.setdefault(lookup.rows, {})
-                runs[len(runs), len(runs) + 1] = [(lookup.operation.results[0], ())]
         return found
 
     # Walks
