@@ -195,7 +195,7 @@ def _name_layers(facts: Facts, names: ClassNames) -> None:
     taken = collections.defaultdict[tuple[int, AxisClass], list[int]](list)
     for operation, dim, counter in indices_of_loops(facts.program):
         whole = operation.operands[0]
-        if operation.kind == "stablehlo.dynamic_slice" and whole in facts.from_weights:
+        if whole in facts.from_weights:
             for part in facts.call.dims[whole][dim]:
                 taken[counter, part].append(operation.results[0])
     for (counter, part), elements in taken.items():

@@ -11,8 +11,8 @@ Shapes say nothing here. Equal lengths are never a reason; only an operation is.
 # nothing is tied: (4, 6) reshaped to (6, 4) has no common parts but the whole.
 # Shardy's rule of an operation numbers factors; dimensions with one factor are one. Dimensions of
 # length 1 are tied to nothing, nor are those that an operation changes in length. Loops and
-# branches hand values on, and so tie; and what one loop takes or writes element by element, at an
-# index that it counts, is one logical axis of that loop, as layers are.
+# branches hand values on, and so tie; and what one loop takes element by element, at an index that
+# it counts, is one logical axis of that loop, as layers are.
 
 import collections
 import dataclasses
@@ -27,8 +27,6 @@ Elements = Sequence[tuple[int, ...]]
 
 # In results of these, places along some dimensions are another axis: ranks, frequencies.
 _REORDERING = frozenset({"chlo.top_k", "stablehlo.fft", "stablehlo.sort"})
-# Where the indices of operations begin that take or write an element, and what has its shape.
-_INDEXED = {"stablehlo.dynamic_slice": 1, "stablehlo.dynamic_update_slice": 2}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -159,12 +157,7 @@ def number_classes(ties: Ties, elements: Elements) -> Dims:
 def tie_operations(program: Propagated, ties: Ties, elements: Elements) -> None:
     """Ties the dimensions of all values as operations and loops do."""
     for operation in program.operations:
-        if operation.kind == "stablehlo.reshape":
-            source, target = (list(elements[v]) for v in (*operation.operands, *operation.results))
-            pairs = _group_reshaped(source, target, ties)
-        else:
-            pairs = _group_by_factors(operation, ties, elements)
-        for left, right in pairs:
+        for left, right in _group_by_factors(operation, ties, elements):
             ties.unify(left, right)
     stepped: dict[tuple[int, int], int] = {}
     for operation, dim, counter in indices_of_loops(program):
@@ -209,45 +202,22 @@ def _group_by_factors(
         yield [element], [of_factor[factor] for factor in factors]
 
 
-def _group_reshaped(
-    source: list[int], target: list[int], ties: Ties
-) -> Iterator[tuple[list[int], list[int]]]:
-    """The fewest dimensions, from the minor end, that have the same length before and after.
-
-    Shardy's rule of a reshape leaves out what does not divide from its major end.
-    """
-
-    def length(elements: Iterable[int]) -> int:
-        return math.prod(ties.sizes[element] for element in elements)
-
-    if length(source) == 0:
-        return
-    while source or target:
-        first, second = source[-1:], target[-1:]
-        del source[-1:], target[-1:]
-        while length(first) != length(second):
-            shorter, rest = (first, source) if length(first) < length(second) else (second, target)
-            shorter.insert(0, rest.pop())
-        yield first, second
-
-
 # Loops
 
 
 def indices_of_loops(program: Propagated) -> Iterator[tuple[Operation, int, int]]:
-    """All that loops take and write element by element, as ``scan`` does with what it scans.
+    """All that loops take element by element, as ``scan`` does with what it scans.
 
     Yields:
         The operation, the dimension of its first operand, and the value that the loop counts, which
         tells loops apart.
     """
     for operation in program.operations:
-        if operation.kind not in _INDEXED:
+        if operation.kind != "stablehlo.dynamic_slice":
             continue
-        start = _INDEXED[operation.kind]
-        part = operation.results[0] if start == 1 else operation.operands[1]
-        whole, taken = (program.values[value].shape for value in (operation.operands[0], part))
-        for dim, index in enumerate(operation.operands[start:]):
+        values = operation.operands[0], operation.results[0]
+        whole, taken = (program.values[value].shape for value in values)
+        for dim, index in enumerate(operation.operands[1:]):
             if taken[dim] == 1 < whole[dim]:
                 counter = _find_counter(program, index)
                 if counter is not None:

@@ -88,12 +88,17 @@ def _column_widths(
     texts_of = [*zip(*rows, strict=True)]
     natural = [max(map(len, texts)) for texts in texts_of]
     room = width - len(_GAP) * (len(columns) - 1)
-    least = []
-    for column, size, texts in zip(columns, natural, texts_of, strict=True):
-        pieces = [p.rstrip() for text in texts for p in _pieces(text, column.kind)]
-        # A number and its unit stay together.
-        least.append(size if column.kind in QUANTITIES else max(map(len, pieces)))
-    if sum(least) > room:
+    # Within calls cells break only where there is no table without.
+    for with_calls in (False, True):
+        least = []
+        for column, size, texts in zip(columns, natural, texts_of, strict=True):
+            kind = "" if column.kind == "text" and not with_calls else column.kind
+            pieces = [p.rstrip() for text in texts for p in _pieces(text, kind)]
+            # A number and its unit stay together.
+            least.append(size if kind in QUANTITIES else max(map(len, pieces)))
+        if sum(least) <= room:
+            break
+    else:
         return None
     # The widest give way first: mostly paths and reasons, which break well.
     cap = max(natural)
