@@ -97,8 +97,9 @@ def compile_ahead(
     devices = f"{topology.device_count:,} x {compiled.device_kind} ({topology.name})"
     exactness = f"exact: {exact}", f"estimated: {estimated}"
     remarks = f"{devices}, compiled by {made_by}", *exactness, *remarks
-    compiled = dataclasses.replace(compiled, exact=exact, estimated=estimated)
-    return dataclasses.replace(compiled, topology=topology, remarks=remarks)
+    found = dataclasses.replace(compiled.step, notes=(*remarks, *compiled.step.notes))
+    compiled = dataclasses.replace(compiled, step=found, topology=topology)
+    return dataclasses.replace(compiled, exact=exact, estimated=estimated)
 
 
 def _find_compiler(topology: Topology) -> str:

@@ -58,7 +58,6 @@ class CompiledStep(HasReport):
         topology: The devices, where they are described.
         exact: Of what ``compile_ahead`` gives: what is as in a run on these devices.
         estimated: Of that too: what is only an estimate.
-        remarks: Of that too: what it is compiled by and for, and the two above, as sentences.
     """
 
     step: LoweredStep
@@ -70,7 +69,6 @@ class CompiledStep(HasReport):
     topology: Topology | None = None
     exact: str = ""
     estimated: str = ""
-    remarks: tuple[str, ...] = ()
 
     @functools.cached_property
     def program(self) -> Program:
@@ -105,8 +103,7 @@ class CompiledStep(HasReport):
     def report(self) -> Report:
         """A row for each layer, and for what belongs to none; if it is too large, its memory."""
         if not self.text:
-            report = self.memory.report()
-            return dataclasses.replace(report, notes=[*self.remarks, *report.notes])
+            return self.memory.report()
         layers, mesh = self.step.layers, self.step.mesh
         arrays, temporaries = collections.Counter[str](), collections.Counter[str]()
         for array in self.step.arguments:
@@ -125,7 +122,7 @@ class CompiledStep(HasReport):
         columns = (Column("layer", "path"), *(Column(name, "bytes") for name in names))
 
         over = "one device" if mesh is None else f"mesh ({mesh_text(mesh)})"
-        needed, limit = bytes_text(self.figures.total), self.memory.limit
+        needed, limit = bytes_text(self.memory.total), self.memory.limit
         verdict = f"compiled for {over} of {self.device_kind}: {needed} of memory"
         if limit is not None:
             verdict += f", which {'fits' if self.fits else 'does not fit'} into {bytes_text(limit)}"
@@ -133,7 +130,7 @@ class CompiledStep(HasReport):
             at_least = "at least " * bool(self.collectives.unknown_times)
             in_all = bytes_text(self.collectives.wire_bytes)
             verdict += f", {at_least}{in_all} sent by each device in a step"
-        notes = [*self.remarks, *self.step.notes]
+        notes = [*self.step.notes]
         for path, before, after in self.recompilation[:1]:
             notes.append(
                 f"step 2 compiles again: step 1 gets {path} as {before}, and returns {after}; all "

@@ -1,4 +1,4 @@
-"""Adds up what a step needs of the memory of one device, and says what would save most.
+"""Adds up what a step needs of the memory of one device.
 
 What is there between steps is summed from the sizes of the arrays' parts; the other items are the
 compiler's own figures. What is in memory at the moment of most is an estimate: compilers do not
@@ -8,7 +8,7 @@ rule could split are findings of ``lint``, which plans each rule that it offers.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penzai_shard.inspection.collectives import UNATTRIBUTED
@@ -17,7 +17,6 @@ from penzai_shard.inspection.liveness import read_peak
 from penzai_shard.inspection.topologies import find_figures
 from penzai_shard.jax_internals.compiler import MemoryFigures, kept_arguments
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import fold_key, paths_text
 from penzai_shard.planning.plan import write_axes
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
@@ -42,20 +41,6 @@ class PeakRow(NamedTuple):
     bytes: int
 
 
-class Suggestion(NamedTuple):
-    """What would make a step need less.
-
-    Attributes:
-        saves: By how many bytes what each device holds gets smaller. The total may get smaller by
-            more, as gradients are split with their parameters, or by less, where temporaries had
-            the memory of results.
-        text: What to write.
-    """
-
-    saves: int
-    text: str
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MemoryReport(HasReport):
     """What a step needs of the memory of one device: items in bytes, and what they are made of.
@@ -66,15 +51,14 @@ class MemoryReport(HasReport):
         state_variables: What else a step carries to the next.
         constants: The model's arrays that are no parameters.
         inputs: What comes in for this step: the batch, for instance.
-        unused: The part of these that the program does not use. It is there all the same.
         padding: What the compiler counts for arguments beyond those: TPUs fill up tiles, and
             on CPUs the memory of the host is that of the devices.
         outputs: What comes out, with what takes the memory of donated arguments.
         donated: The part of the outputs that takes the memory of donated arguments.
         temporaries: What is there while the step runs: activations and gradients.
         generated_code: The program itself; 0 where the compiler does not say.
-        total: What the compiler says of all; all items above but ``unused`` and ``donated``, which
-            are taken off.
+        total: All items above but ``donated``, which is taken off: what the compiler says of all,
+            and arguments that the program does not use, which are there all the same.
         resident: What is there between steps: the first four items.
         host: What is in the host's memory, for each device.
         step: The step.
@@ -82,8 +66,7 @@ class MemoryReport(HasReport):
         limit: What programs can have of a device's memory; None if not known.
         peak: The temporaries at the moment of most, by layer and phase, the largest first: an
             estimate. Empty where that does not explain the compiler's figure.
-        suggestions: What would save most, the largest saving first. Each is for the step as it is:
-            two together may save less than their sum.
+        donatable: The memory of arguments that their next values could take, were they donated.
     """
 
     parameters: int
@@ -91,7 +74,6 @@ class MemoryReport(HasReport):
     state_variables: int
     constants: int
     inputs: int
-    unused: int
     padding: int
     outputs: int
     donated: int
@@ -104,12 +86,12 @@ class MemoryReport(HasReport):
     device_kind: str
     limit: int | None
     peak: tuple[PeakRow, ...]
-    suggestions: tuple[Suggestion, ...]
+    donatable: int
 
     @property
     def fits(self) -> bool | None:
-        """Whether the total and unused arrays are within the limit; None if that is not known."""
-        return None if self.limit is None else self.total + self.unused <= self.limit
+        """Whether the total is within the limit; None if that is not known."""
+        return None if self.limit is None else self.total <= self.limit
 
     def report(self) -> Report:
         """The memory as a table: a row for each array, then what the program needs besides."""
@@ -123,23 +105,19 @@ class MemoryReport(HasReport):
                 axes = write_axes(array.names, array.shape, array.spec)
                 sums[path, array.part, f"{axes} {array.dtype}".strip()] += array.bytes_per_device
         rows: list[tuple[Any, ...]] = [(*key, size, None) for key, size in sums.items()]
-        for name in ("unused", "padding", "outputs", "donated", "temporaries", "generated_code"):
+        for name in ("padding", "outputs", "donated", "temporaries", "generated_code"):
             if size := getattr(self, name):
-                is_taken_off = name in ("unused", "donated")
-                rows.append((name.replace("_", " "), "", "", -size if is_taken_off else size, None))
+                size = -size if name == "donated" else size
+                rows.append((name.replace("_", " "), "", "", size, None))
         for row in self.peak:
             rows.append((row.layer, f"temporaries {row.phase}".strip(), "", None, row.bytes))
-        others = ("step", "peak", "suggestions")
-        facts = {name: value for name, value in vars(self).items() if name not in others}
+        facts = {k: value for k, value in vars(self).items() if k not in ("step", "peak")}
         notes = [*self._notes()]
         report = Report("Memory", self._verdict(), columns, rows, notes, self.fits, facts)
         return dataclasses.replace(report, key=("memory", "part"))
 
     def _verdict(self) -> str:
-        need, held = bytes_text(self.total), bytes_text(self.total + self.unused)
-        if held != need:
-            need += f" ({held} with arrays that it does not use)"
-        mesh = self.step.mesh
+        need, mesh = bytes_text(self.total), self.step.mesh
         where = "one device" if mesh is None else f"each device of mesh ({mesh_text(mesh)})"
         kind = f" ({self.device_kind})" if self.device_kind else ""
         if self.limit is None:
@@ -160,8 +138,13 @@ class MemoryReport(HasReport):
                 f"at the peak is an estimate: it finds {explained} of temporaries, and the "
                 f"compiler counts {bytes_text(self.temporaries)}"
             )
-        for each in self.suggestions:
-            yield f"to hold about {bytes_text(each.saves)} less: {each.text}"
+        # What saves less is not worth a sentence.
+        if self.donatable > 0.01 * self.total:
+            yield (
+                f"to hold about {bytes_text(self.donatable)} less, donate the state, whose memory "
+                "the next one then takes: donate_params_and_state=True of build_train_step_fn, or "
+                "donate_argnums of jax.jit"
+            )
         yield from self.step.notes
 
 
@@ -186,22 +169,14 @@ def make_memory_report(
     published = find_figures(device_kind)
     if memory_limit is None and published is not None:
         memory_limit = int(published.memory)
-    peak: Sequence[PeakRow] = ()
-    suggestions = [_suggest_donation(step)]
-    if program is not None:
-        peak = _read_peak_rows(step, program, figures.temporaries)
-        # A step that computes something again has made its choice.
-        if not any("checkpoint" in one.op_name.split("/") for one in program):
-            suggestions += _suggest_remat(step, peak, device_kind)
-    # What saves less is not worth a sentence.
-    worth = [each for each in suggestions if each.saves > 0.01 * figures.total]
+    peak = () if program is None else _read_peak_rows(step, program, figures.temporaries)
     return MemoryReport(
         **_read_items(step, figures),
         step=step,
         device_kind=device_kind,
         limit=memory_limit,
         peak=tuple(peak),
-        suggestions=tuple(sorted(worth, reverse=True)),
+        donatable=_count_donatable(step),
     )
 
 
@@ -215,13 +190,12 @@ def _read_items(step: "LoweredStep", figures: MemoryFigures) -> dict[str, int]:
     items = {part.replace(" ", "_"): sums[part] for part in (*_PARTS, "inputs")}
     return {
         **items,
-        "unused": unused,
         "padding": figures.arguments - (sum(items.values()) - unused),
         "outputs": figures.outputs,
         "donated": figures.aliased,
         "temporaries": figures.temporaries,
         "generated_code": figures.generated_code,
-        "total": figures.total,
+        "total": figures.total + unused,
         "resident": sum(sums[part] for part in _PARTS),
         "host": max(sums["host"], figures.host),
     }
@@ -236,39 +210,12 @@ def _read_peak_rows(step: "LoweredStep", program: Program, temporary_bytes: int)
     return [PeakRow(*key, size) for key, size in sums.most_common() if size]
 
 
-# Suggestions
-
-
-def _suggest_donation(step: "LoweredStep") -> Suggestion:
-    """Arguments whose next value could take their memory."""
-    saves = 0
+def _count_donatable(step: "LoweredStep") -> int:
+    """The bytes of arguments whose next value could take their memory."""
+    size = 0
     for number, result in step.next_arguments.items():
         now, following = step.arguments[number], step.results[result]
         is_equal = now.shard_shape == following.shard_shape and now.dtype == following.dtype
         if is_equal and not now.donated and not now.is_on_host:
-            saves += now.bytes_per_device
-    write = "donate_params_and_state=True of build_train_step_fn, or donate_argnums of jax.jit"
-    return Suggestion(saves, f"donate the state, whose memory the next one then takes: {write}")
-
-
-def _suggest_remat(
-    step: "LoweredStep", peak: Sequence[PeakRow], device_kind: str
-) -> Iterator[Suggestion]:
-    """The blocks of a model whose activations wait for the backward pass."""
-    if not any(row.phase == "backward" for row in peak):
-        return
-    blocks = collections.Counter[str]()
-    for row in peak:
-        # Blocks are the outermost layers that are numbered.
-        pieces = row.layer.split("/")
-        depths = [i for i, piece in enumerate(pieces, 1) if fold_key(piece) != piece]
-        if row.phase == "forward" and row.layer in step.layers.order and depths:
-            blocks["/".join(pieces[: depths[0]])] += row.bytes
-    if blocks:
-        # While one of them is computed again, its activations are there.
-        saves = blocks.total() - max(blocks.values())
-        text = f"compute each of {paths_text(blocks, 4)} again in the backward pass, by "
-        text += "jax.checkpoint or, around a layer, pzs.Checkpointed"
-        if device_kind == "cpu":
-            text += " (the compiler for CPUs may keep the activations all the same)"
-        yield Suggestion(saves, text)
+            size += now.bytes_per_device
+    return size

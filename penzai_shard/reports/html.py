@@ -57,13 +57,11 @@ def _write_node(tree: Tree, node: Node, state: str = "") -> str:
     if quantities := tree.quantities(node):
         line += f' <span style="{tree.shade(node)}">{html.escape(quantities)}</span>'
     line += "".join(f' <span class="quiet">{html.escape(text)}</span>' for text in node.texts)
-    # Where links of a page lead to.
-    mark = f' id="{node.anchor}"' if node.anchor else ""
     below = [_write_node(tree, child) for child in node.children.values()]
     below += [f'<div class="quiet">{html.escape(detail)}</div>' for detail in node.details]
     if not below:
-        return f"<div{mark}>{line}</div>"
-    return f"<details {state}{mark}><summary>{line}</summary>{''.join(below)}</details>"
+        return f"<div>{line}</div>"
+    return f"<details {state}><summary>{line}</summary>{''.join(below)}</details>"
 
 
 def _section(report: Report, content: str) -> str:

@@ -33,7 +33,6 @@ class Node:
         sums: Quantities of the row and of all that is below, by the column's name.
         is_bad: Whether the row, or one below, says that something is not as it should be.
         children: What is below, by piece.
-        anchor: What links in a page call it; nothing else shows it.
     """
 
     label: str
@@ -43,7 +42,6 @@ class Node:
     sums: dict[str, float] = dataclasses.field(default_factory=dict)
     is_bad: bool = False
     children: dict[str, "Node"] = dataclasses.field(default_factory=dict)
-    anchor: str = ""
 
 
 def make_tree(report: Report) -> "Tree":

@@ -4,13 +4,12 @@ The page is one HTML file without scripts that loads nothing. What it shows are 
 rooms; what could not be found out stands in its section in the words of the error.
 """
 
-import contextlib
 import html
 import importlib.resources
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penzai import pz
@@ -30,20 +29,16 @@ from penzai_shard.planning.planner import make_plan
 from penzai_shard.reports.html import write_tree
 from penzai_shard.reports.quantities import bytes_text, plain_text
 from penzai_shard.reports.report import Column, HasReport, Report
-from penzai_shard.reports.tree import Node
 from penzai_shard.rules import OnIndivisible
 
 # Trees of more rows are not written, so that a page stays below 2 MB (measured: 200 bytes a row);
 # a table ends by itself.
 _MOST_TREE_ROWS = 3000
 _LARGEST = 3
-# What is said first of these sections: the nodes with most of some columns together.
-_RANKED = {
-    "Memory": ("Most memory", ("per device", "at the peak")),
-    "Collectives": ("Most traffic", ("sent",)),
-}
-# These are taken off, or said once more by layer: the temporaries at the peak.
-_NOT_RANKED = {"donated", "temporaries", "unused"}
+# These sections are trees; what a row of another says in sentences needs a table.
+_TREES = ("Plan", "Step", "Memory", "Collectives")
+# What is said first of the step: the layers with most of a column.
+_HEADINGS = {"arrays": "Most memory", "temporaries": "Most at the peak", "sent": "Most traffic"}
 # Whatever a name says, nothing of it is run or loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -74,7 +69,7 @@ def report(
         step: As for ``compile_step``, or what that or ``compile_ahead`` gave. Without one the page
             has the plan and the findings.
         *args: What the step is called with, concrete or abstract.
-        path: The file; one that is there is replaced, by the whole page or not at all.
+        path: The file; one that is there is replaced when the page is whole.
         on_indivisible: As for ``make_plan``.
         **kwargs: What the step is called with by keyword. If the model can be called with those
             that are named arrays, the findings are also about what flows through it.
@@ -85,7 +80,8 @@ def report(
     Raises:
         RuleTypeError: There is no mesh, no model or no step.
         MeshError: The step is on another mesh.
-        ShardingError: The file cannot be written; or as ``compile_step``.
+        OSError: The file cannot be written.
+        ShardingError: As ``compile_step``.
 
     >>> import tempfile
     >>> import penzai_shard as pzs
@@ -95,42 +91,24 @@ def report(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = report(model, mesh, {"neurons": "model"}, path=f"{folder}/report.html")
     ...     page.read_text().count("<h2")
-    5
+    6
     """
     arguments.read("report", mesh, {}, on_indivisible=on_indivisible)
     arguments.check_tree("report", model)
+    # Before a step is compiled, which may take minutes.
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
 
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": "replicate"}
     # What warnings say, the findings say.
-    quiet = warnings.catch_warnings(action="ignore", category=errors.ShardingWarning)
-    with _replace_file(path) as file, quiet:
+    with warnings.catch_warnings(action="ignore", category=errors.ShardingWarning):
         plan = _attempt(lambda: _plan(model, mesh, rules, options), errors.ShardingError)
         findings = _find(model, mesh, rules, kwargs, options)
         sections = {"Plan": plan, "Findings": findings, **_read_step(step, mesh, args, kwargs)}
         title = f"{type(model).__name__} on mesh ({mesh_text(mesh)})"
-        file.write_text(_write_page(title, sections), encoding="utf-8")
-    return pathlib.Path(path)
-
-
-@contextlib.contextmanager
-def _replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """A new file, which takes its place once it is whole."""
-    # Before a step is compiled, which may take minutes.
-    try:
-        file = pathlib.Path(path)
-        if file.exists() and not file.is_file():
-            raise FileExistsError(f"{str(file)!r} is a folder or a device")
-        new = file.with_name(f".{file.name}.{os.getpid()}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new.touch()
-    except (OSError, TypeError, ValueError) as error:
-        problem = Problem("path", f"no page can be written: {error}", "Write path='report.html'.")
-        raise errors.ShardingError("report:", [problem]) from error
-    try:
-        yield new
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+        page = _write_page(title, sections)
+    file.write_text(page, encoding="utf-8")
+    return file
 
 
 def _plan(model: Any, mesh: AnyMesh, rules: Any, options: Any) -> ShardingPlan:
@@ -160,7 +138,7 @@ def _attempt(make: Callable[[], HasReport], error_type: type[errors.ShardingErro
 
 def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, HasReport]:
     """The sections about a step."""
-    titles = ("Memory", "Collectives", "Why")
+    titles = ("Step", "Memory", "Collectives", "Why")
     # Arguments without a step are refused by what compiles it.
     if step is None and not (args or kwargs):
         verdict = "no step is given: report(model, mesh, rules, step, ...)"
@@ -177,7 +155,7 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
     # Of a step that is too large the compiler gives no program.
     collectives = _attempt(lambda: compiled.collectives, errors.ProgramError)
     causes = _attempt(lambda: why(compiled), errors.PropagationError)
-    sections = {"Memory": compiled.memory, "Collectives": collectives}
+    sections = {"Step": compiled, "Memory": compiled.memory, "Collectives": collectives}
     if isinstance(causes, WhyReport) and isinstance(collectives, CollectiveReport):
         because = causes.collectives()
         sections |= {"Because": because, "Rules": because.by_rule()}
@@ -189,10 +167,9 @@ def _read_step(step: Any, mesh: AnyMesh, args: Any, kwargs: Any) -> dict[str, Ha
 
 def _write_page(title: str, sections: _Sections) -> str:
     style = importlib.resources.files(__package__).joinpath("page.css").read_text("utf-8")
-    largest, written, links, figures = "", "", "", ""
+    largest, written, links, figures = _write_largest(sections["Step"]), "", "", ""
     for name, section in sections.items():
-        ranking, content = _write_section(name, section.report())
-        largest += ranking
+        content = _write_section(name, section.report())
         written += f'<h2 id="{name.lower()}">{name}</h2>{content}'
         links += f'<a href="#{name.lower()}">{name}</a>'
     state, verdict, found = _summarise(sections)
@@ -254,53 +231,22 @@ def _summarise(sections: _Sections) -> tuple[str, str, Sequence[tuple[str, ...]]
     return state, verdict, figures
 
 
-def _write_section(name: str, report: Report) -> tuple[str, str]:
-    """What is largest in a report, for the head of the page; and the report."""
-    is_nested = name in ("Plan", *_RANKED) and report.rows and report.columns[0].kind == "path"
-    if not is_nested or len(report.fold().rows) > _MOST_TREE_ROWS:
-        return "", report._repr_html_()
-    tree, ranking = report.tree(), ""
-    if name in _RANKED:
-        heading, columns = _RANKED[name]
-        whole = tree.root.sums.get(columns[0]) or 1
-        for number, (path, node, size) in enumerate(_find_largest(tree.root, columns)):
-            node.anchor = f"{name.lower()}-{number}"
-            link = f'<a href="#{node.anchor}">{_escape(path)}</a>'
-            ranking += f"<p>{link}<span>{bytes_text(size)}, {size / whole:.0%}</span></p>"
-            ranking += f'<div class="bar" style="width: {min(size / whole, 1):.1%}"></div>'
-        ranking = f"<div><h3>{heading}</h3>{ranking or 'Nothing.'}</div>"
-    return ranking, write_tree(tree)
+def _write_section(name: str, report: Report) -> str:
+    is_tree = name in _TREES and report.rows and report.columns[0].kind == "path"
+    if not is_tree or len(report.fold().rows) > _MOST_TREE_ROWS:
+        return report._repr_html_()
+    return write_tree(report.tree())
 
 
-_Share = tuple[str, Node, float]
-
-
-def _find_largest(root: Node, columns: Sequence[str]) -> list[_Share]:
-    """Path, node and size of those with most of some columns."""
-
-    def measure(node: Node) -> float:
-        return sum(node.sums.get(column, 0) for column in columns)
-
-    def split(path: str, node: Node, size: float) -> list[_Share]:
-        """A node; or what is below it, if that is more than half of all."""
-        # Several rows of one path are below it, and have no path of their own.
-        is_one = len(node.children) < 2 or any(key[0] == "/" for key in node.children)
-        if is_one or size <= whole / 2:
-            return [(path.rstrip("/."), node, size)]
-        below = [(path + one.label, one, measure(one)) for one in node.children.values()]
-        return [found for one in below for found in split(*one)]
-
-    skipped = _NOT_RANKED if columns[-1] in root.sums else _NOT_RANKED - {"temporaries"}
-    sizes = {name: measure(node) for name, node in root.children.items()}
-    if "outputs" in sizes:
-        # They take the memory of donated arrays before other memory.
-        sizes["outputs"] += sizes.get("donated", 0)
-    kept = {name: size for name, size in sizes.items() if name not in skipped}
-    whole = sum(kept.values())
-    found = [
-        share
-        for name, size in kept.items()
-        for share in split(root.children[name].label, root.children[name], size)
-    ]
-    found.sort(key=lambda share: share[-1], reverse=True)
-    return [share for share in found[:_LARGEST] if share[-1] > 0]
+def _write_largest(step: HasReport) -> str:
+    """The layers of a step with most of each quantity, if it has a program."""
+    columns = [column.name for column in step.report().columns]
+    largest = ""
+    for column in _HEADINGS if {*_HEADINGS} <= {*columns} else ():
+        rows = step.largest(column, _LARGEST).to_data()["rows"][:_LARGEST]
+        largest += f"<div><h3>{_HEADINGS[column]}</h3>"
+        for row in rows:
+            size = bytes_text(row[column] or 0)
+            largest += f"<p><b>{_escape(row['layer'])}</b><span>{size}</span></p>"
+        largest += "</div>"
+    return largest
