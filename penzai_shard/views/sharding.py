@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
@@ -122,16 +121,7 @@ class ShardedArray(HasReport):
             yield "in the memory of the host"
         is_abstract = not self.parts[0].processes
         what = "by their places in it" if is_abstract else "by their ids"
-        if self.is_on_others:
-            what += f"; * marks what this process ({jax.process_index()}) holds"
         yield f"in each cell the {devices} that hold the part, {what}"
-
-    @functools.cached_property
-    def is_on_others(self) -> bool:
-        """Whether other processes hold a part."""
-        # Arrays on abstract meshes ask for no process, so that JAX starts no backend.
-        processes = {process for part in self.parts for process in part.processes}
-        return bool(processes) and processes != {jax.process_index()}
 
 
 def show_sharding(array: Any) -> ShardedArray:
@@ -293,7 +283,7 @@ def _draw_table(array: ShardedArray, down: list[int], across: list[int], most: i
     }
     rows, columns = keys(down, _MOST_ROWS), keys(across, most)
     numbers = [[places.get((row, column)) for column in columns] for row in rows]
-    texts = [[_GAP if n is None else _cell_text(array, n) for n in row] for row in numbers]
+    texts = [[_GAP if n is None else _runs(array.parts[n].devices) for n in row] for row in numbers]
     heads = ["".join(labels(column, across)) for column in columns]
     widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
 
@@ -315,16 +305,6 @@ def _draw_table(array: ShardedArray, down: list[int], across: list[int], most: i
             pieces += [(f" {text.ljust(size)} ", colour), ("│", "")]
         lines.append(pieces)
     return [*lines, [(" " * margin + _border("└┴┘", widths), "")]]
-
-
-def _cell_text(array: ShardedArray, number: int) -> str:
-    """Who holds a part."""
-    part = array.parts[number]
-    text = _runs(part.devices)
-    if array.is_on_others:
-        text += f" (process {_runs(part.processes)})"
-        text += " *" * (jax.process_index() in part.processes)
-    return text
 
 
 def _runs(numbers: Sequence[int]) -> str:
