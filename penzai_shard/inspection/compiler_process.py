@@ -2,7 +2,7 @@
 
 Compilers for TPUs and GPUs read their settings from the environment, and may end the process that
 they are in; so the caller's JAX, devices and environment stay as they are. This module is both
-sides: the child answers one request, and ends with its parent, however that ends.
+sides: the child answers one request, and ends.
 """
 
 import math
@@ -11,8 +11,6 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
-import time
 from typing import Any
 
 import jax
@@ -84,7 +82,7 @@ def compile_in_process(
         topology.check_mesh(sizes)
     # The parent's answers are of this module, not of one that is called __main__.
     command = [sys.executable, "-W", "ignore", "-P", "-c", f"import {__name__} as m; m.main()"]
-    request = pickle.dumps((os.getpid(), bytecode, sizes, topology, options))
+    request = pickle.dumps((bytecode, sizes, topology, options))
     done = subprocess.run(command, input=request, capture_output=True, env=_environment(topology))
     written = done.stderr.decode("utf-8", "replace")
     try:
@@ -164,20 +162,12 @@ def _find_devices(topology: Topology) -> list[Any]:
     return list(get_topology_desc(name, topology.platform, **options).devices)
 
 
-def _end_with(parent: int) -> None:
-    # Nobody waits for the answer of a process whose parent has ended.
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
 def main() -> None:
     """Reads a request, and writes an answer to it."""
     answers = os.fdopen(os.dup(1), "wb")
     # What compilers print is no part of the answer.
     os.dup2(2, 1)
-    parent, bytecode, sizes, topology, options = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    bytecode, sizes, topology, options = pickle.load(sys.stdin.buffer)
     kind = ""
     try:
         devices = _find_devices(topology)
