@@ -40,11 +40,8 @@ def write_bill(base: ShardingLock, head: ShardingLock, tolerance: float) -> tupl
 
 def _write_total(name: str, before: int, now: int) -> str:
     """``memory 2.4 MiB -> 5.3 MiB (+120%)``."""
-    texts = bytes_text(before), bytes_text(now)
-    if texts[0] == texts[1]:
-        return f"{name} {texts[1]} as before"
     change = f" ({now / before - 1:+,.0%})" if before else ""
-    return f"{name} {texts[0]} -> {texts[1]}{change}"
+    return f"{name} {bytes_text(before)} -> {bytes_text(now)}{change}"
 
 
 def _find_remarks(report: Report) -> Iterator[str]:
@@ -56,13 +53,13 @@ def _find_remarks(report: Report) -> Iterator[str]:
     lost = sum(row["what"] == "donated" and row["now"] == "no" for row in rows)
     again = sum(row["item"] == RECOMPILATION and row["change"] == "new" for row in rows)
     changed = {(row["path"], row["item"]) for row in rows if row["what"] in ("spec", "type")}
-    for count, one, several in (
-        (lost, "is not donated any more", "are not donated any more"),
-        (again, "makes the second step compile again", "make the second step compile again"),
-        (len(changed - {MESH}), "has another layout or type", "have another layout or type"),
+    for count, what in (
+        (lost, "not donated any more"),
+        (again, "for which the second step compiles again"),
+        (len(changed - {MESH}), "with another layout or type"),
     ):
         if count:
-            yield f"1 array {one}" if count == 1 else f"{count:,} arrays {several}"
+            yield f"arrays {what}: {count:,}"
     yield from report.notes
 
 

@@ -3,7 +3,6 @@
 The text is Python's own help pages, read by a small transformer of Penzai letter by letter.
 """
 
-import itertools
 import pathlib
 import pydoc_data.topics
 import tempfile
@@ -19,11 +18,10 @@ from penzai.models.transformer import model_parts
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
-from penzai_shard.progress import progress
 
 _RULES = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
 _OTHER_RULES = {"embedding": "model", "neurons": "data", "vocabulary": "data"}
-_SEQUENCES, _LENGTH, _STEPS, _LETTERS = 16, 64, 150, 100
+_SEQUENCES, _LENGTH, _STEPS = 16, 64, 150
 _CONFIG = llamalike_common.LlamalikeTransformerConfig(
     num_kv_heads=4,
     query_head_multiplier=1,
@@ -52,8 +50,7 @@ def run_demo(out: pathlib.Path | None = None) -> None:
         state = _train(edited, mesh)
         path = pzs.save_train_state(folder, state, overwrite=True)
         _say(5, f"saved to {path}: {pzs.describe_checkpoint(path).verdict}")
-        restored = _restore(folder, state, other_mesh)
-        _sample(restored.model)
+        _restore(folder, state, other_mesh)
 
 
 def _say(number: int, text: str) -> None:
@@ -95,12 +92,12 @@ def _read_text() -> np.ndarray:
     return np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)
 
 
-def _draw_batches(text: np.ndarray) -> Iterator[pz.nx.NamedArray]:
+def _draw_batches(text: np.ndarray) -> Iterator[dict[str, Any]]:
     draw = np.random.default_rng(0)
     while True:
         starts = draw.integers(len(text) - _LENGTH - 1, size=_SEQUENCES)
         rows = np.stack([text[start : start + _LENGTH + 1] for start in starts])
-        yield pz.nx.wrap(jnp.asarray(rows)).tag("batch", "seq")
+        yield {"tokens": pz.nx.wrap(jnp.asarray(rows)).tag("batch", "seq")}
 
 
 def _loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -113,37 +110,18 @@ def _loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, dict
 def _train(model: Any, mesh: Any) -> Any:
     step = pzs.build_train_step_fn(_loss, donate_params_and_state=True)
     state = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
-    losses: list[float] = []
-    batches = itertools.islice(_draw_batches(_read_text()), _STEPS)
-    with progress(_STEPS, "steps") as bar:
-        for batch in batches:
-            tokens = pzs.shard_batch(batch, mesh, {"batch": "data"})
-            state, aux = step(state, tokens=tokens)
-            losses.append(float(aux["loss"]))
-            bar.advance()
-    first, last = losses[0], np.mean(losses[-10:])
+    records: list[Any] = []
+    options: Any = {"mesh": mesh, "rules": {"batch": "data"}, "on_log": records.append}
+    batches = _draw_batches(_read_text())
+    state = pzs.fit(state, step, batches, steps=_STEPS, log_every=1, **options)
+    first, last = records[0].loss, np.mean([record.loss for record in records[-10:]])
     _say(4, f"trained {_STEPS} steps: from {first:.2f} to {last:.2f} nats per letter")
     return state
 
 
-def _restore(folder: pathlib.Path, saved: Any, mesh: Any) -> Any:
+def _restore(folder: pathlib.Path, saved: Any, mesh: Any) -> None:
     model = _edit(pzs.abstract_model(_new_model, jax.random.key(0)), mesh)
     shapes = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
     restored = pzs.restore_train_state(folder, shapes, mesh, _OTHER_RULES)
     compared = pzs.compare_checkpoints(saved, restored)
     _say(6, f"restored on {dict(mesh.shape)}, and compared to the bit: {compared.verdict}")
-    return restored
-
-
-def _sample(model: Any) -> None:
-    model = pzs.Jitted(model)
-    tokens = np.tile(_read_text()[:_LENGTH], (_SEQUENCES, 1))
-    draw = np.random.default_rng(0)
-    for _ in range(_LETTERS):
-        window = pz.nx.wrap(jnp.asarray(tokens[:, -_LENGTH:])).tag("batch", "seq")
-        logits = model(window)[{"seq": -1}].unwrap("batch", "vocabulary")
-        noise = draw.gumbel(size=logits.shape)
-        letters = np.argmax(np.asarray(logits) / 0.5 + noise, axis=-1)
-        tokens = np.concatenate([tokens, letters[:, None]], axis=1)
-    text = bytes(tokens[0, _LENGTH:].tolist()).decode("ascii", "replace")
-    _say(7, f"sampled: {text!r}")

@@ -2,9 +2,9 @@
 
 import functools
 import importlib
-import importlib.util
 import pathlib
 import re
+import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def read_object(reference: str) -> Any:
     is_file = place.endswith(".py")
     if is_file and not pathlib.Path(place).is_file():
         raise make_error(f"there is no file {place!r}", "Write the path of a file.")
-    module = run_user_code(place, lambda: _import_file(place) if is_file else _import_module(place))
+    module = run_user_code(place, lambda: _run_file(place) if is_file else _import_module(place))
     if not hasattr(module, name):
         near = nearest(name, vars(module)) or "name"
         raise make_error(f"{place} has no {name!r}", f"Write {place}:{near}.")
@@ -101,18 +101,11 @@ def _import_module(name: str) -> types.ModuleType:
 
 
 @functools.cache
-def _import_file(path: str) -> types.ModuleType:
-    # Not by its own name, which may be that of a library.
-    name = f"penzai_shard_model_{pathlib.Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up, and the file may import its neighbours.
-    sys.modules[spec.name] = module
+def _run_file(path: str) -> types.SimpleNamespace:
+    # It may import its neighbours. Its own name may be that of a library.
     sys.path.insert(0, str(pathlib.Path(path).parent))
-    spec.loader.exec_module(module)
-    return module
+    name = f"penzai_shard_model_{pathlib.Path(path).stem}"
+    return types.SimpleNamespace(**runpy.run_path(path, run_name=name))
 
 
 def read_mesh(text: str) -> AnyMesh:
