@@ -149,8 +149,6 @@ class Ways:
         maker = self.makers.get(value)
         if maker is not None and (maker.pin or value in self.program.results):
             return maker
-        if value in self.program.laid_out:
-            return None
         known, users = self.values[value], self.users.get(value, ())
         takers = [(u.pin, u) for u in users if u.pin and u.pin.kind != "result of region"]
         named = [taker for pin, taker in takers if pin.origin in known.origins.values()]
@@ -254,8 +252,7 @@ class Ways:
     def _place(self, operation: Operation) -> Sequence[Sequence[_Placed]]:
         """The mesh axes of an operation's operands, then of its results, with their factors."""
         rule, values = operation.rule, (*operation.operands, *operation.results)
-        if rule is None:
-            return ()
+        assert rule is not None
         pairs = zip(values, (*rule.operands, *rule.results), strict=False)
         return [[*self._factors(rule, self.values[x].spec, factors)] for x, factors in pairs]
 

@@ -182,7 +182,7 @@ class StepWords:
         if array is not None:
             is_own = array.spec == specs.canonical(pinned.spec)
             return "parameter" if is_own else "train step", array.path, array.names
-        return cause.kind, _find_line(operation) or self.place(operation), None
+        return cause.kind, _find_line(operation) or self._owner(operation), None
 
     def find_constraint_layer(self, operation: Operation) -> MarkedLayer | None:
         """The layer of this package whose constraint an operation is."""

@@ -128,8 +128,6 @@ class _Pin(NamedTuple):
 
 def _split_by(rules: AxisRules, leaf: Any, mesh: Any) -> _Split:
     """How rules split an array, as far as they fit it."""
-    if leaf.names is None:
-        return {}
     return split_axes(leaf.names, rules.explain(leaf.names, leaf.shape, mesh).spec, mesh)
 
 

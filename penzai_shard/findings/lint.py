@@ -5,7 +5,7 @@ from typing import Any
 
 from penzai_shard.errors import check_arguments
 from penzai_shard.findings.flows import follow_flows
-from penzai_shard.findings.rules import find_near_names, find_problems, find_unused, find_waste
+from penzai_shard.findings.rules import find_near_names, find_unused, find_waste
 from penzai_shard.findings.set_up import ERRORS, Finding, fold_findings, read_set_up
 from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning import arguments
@@ -96,7 +96,8 @@ def lint(
     set_up = read_set_up(model_or_state, request, rules)
     flows = follow_flows(set_up, batch)
     known = set_up.logical_axes | flows.logical_axes
-    mistakes = [*find_problems(set_up), *find_unused(set_up, known), *flows.findings]
+    mistakes = [Finding(own.path, own.what, own.fix, own.kind) for own in set_up.problems]
+    mistakes += [*find_unused(set_up, known), *flows.findings]
     found = fold_findings(mistakes)
     # What a misspelt rule does not split would be waste besides.
     is_misspelt = any(find_near_names(table, known) for table in set_up.tables.values())

@@ -42,11 +42,6 @@ def find_near_names(rules: AxisRules, present: Collection[Hashable]) -> dict[Rul
     return {rule: near for rule in asked if (near := find_near_name(rule, rules, present))}
 
 
-def find_problems(set_up: SetUp) -> Iterator[Finding]:
-    """What keeps rules from being read, and arrays from being planned."""
-    return (Finding(own.path, own.what, own.fix, own.kind) for own in set_up.problems)
-
-
 # Rules for nothing
 
 

@@ -343,19 +343,16 @@ class _Attribution:
     def _is_sliced(self, one: Instruction, position: int, size: int) -> bool:
         """Whether each of some devices uses its own slice of a sum only."""
         start, slices = self._program.result(one, position), 0
-        first = self._program.uses(start)
+        first, result = self._program.uses(start), self._program.root(self._program.entry)
         for user, _ in self._program.walk(first, self._program.uses, _SAME_ELEMENTS):
             if user.opcode == "dynamic-slice":
                 whole = self._program.operands(user)[0].results[0]
                 if user.results[0].size * size != whole.size:
                     return False
                 slices += 1
-            elif user.kind not in _SAME_ELEMENTS or self._is_result(user):
+            elif user.kind not in _SAME_ELEMENTS or user is result:
                 return False
         return slices > 0
-
-    def _is_result(self, one: Instruction) -> bool:
-        return one.is_root and one.computation == self._program.entry
 
 
 def _only_value(values: Iterable[str | None]) -> str | None:

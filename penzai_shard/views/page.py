@@ -31,9 +31,6 @@ from penzai_shard.reports.quantities import bytes_text, plain_text
 from penzai_shard.reports.report import Column, HasReport, Report
 from penzai_shard.rules import OnIndivisible
 
-# Trees of more rows are not written, so that a page stays below 2 MB (measured: 200 bytes a row);
-# a table ends by itself.
-_MOST_TREE_ROWS = 3000
 _LARGEST = 3
 # These sections are trees; what a row of another says in sentences needs a table.
 _TREES = ("Plan", "Step", "Memory", "Collectives")
@@ -232,10 +229,9 @@ def _summarise(sections: _Sections) -> tuple[str, str, Sequence[tuple[str, ...]]
 
 
 def _write_section(name: str, report: Report) -> str:
+    # Without an answer there are no rows.
     is_tree = name in _TREES and report.rows and report.columns[0].kind == "path"
-    if not is_tree or len(report.fold().rows) > _MOST_TREE_ROWS:
-        return report._repr_html_()
-    return write_tree(report.tree())
+    return write_tree(report.tree()) if is_tree else report._repr_html_()
 
 
 def _write_largest(step: HasReport) -> str:
