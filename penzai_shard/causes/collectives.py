@@ -132,7 +132,9 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
                 found = (x for key in candidates for x in losses.get((key, axis), ()))
                 fitting = (x for x in found if (x.result is None and x.reason in ends) == is_sum)
                 told = [words.loss(loss, is_sum) for loss in fitting]
-                because += sorted(told, key=lambda loss: f"params/{loss.gathered}" != path)[:1]
+                # Of several under one name, that of what is moved.
+                own = [x for x in told if path in (x.cause.path, f"params/{x.gathered}")]
+                because += (own or told)[:1]
             if not because and any("/shard_map/" in name for name in part.names):
                 layer = " + ".join(part.layers)
                 cause, text = WhyCause(one.axes_text, "shard_map", layer), "a shard_map asks for it"

@@ -109,8 +109,11 @@ class Layers:
         return Mark(marked, self._numbers[join_paths(names[0], place)], self)
 
     def _add_layer(self, layer: Any, place: str, around: str, argument: str, prefix: str) -> str:
-        """The label of a layer, which gets a number."""
+        """The label of a layer, which gets a number unless there is a layer at its place."""
         place = join_paths(argument, place)
+        # JAX may trace a loss more than once, and keep another of these programs than the first.
+        if place in self._numbers:
+            return self.marked[self._numbers[place]].label
         holders = [layer_of_array(x.path) for x in leaves_of(layer) if x.role == "parameter"]
         label = join_paths(prefix, posixpath.commonpath(holders) if holders else "")
         first = self._first_places.setdefault(label, place)
