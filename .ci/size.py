@@ -24,7 +24,7 @@ BUDGETS = {
     "layers": 1543,
     "surgery": 1447,
     "training": 1115,
-    "fitting": 486,
+    "fitting": 484,
     "layouts": 690,
     "checkpoints": 1929,
     "pretrained": 815,

@@ -193,9 +193,7 @@ class TrainingLoop:
         self._end()
         if is_ended and batch is None and last is not None and not is_stopping():
             what = f"they ended after step {self.done} of {last}"
-            goes_on = f"the same call goes on from {self.manager.path}" if self.manager else ""
-            goes_on = goes_on or "fit(error.state, ...) goes on"
-            fix = f"Give more, itertools.cycle(batches): {goes_on}. Or write steps=None."
+            fix = "Go on by fit(error.state, step, itertools.cycle(batches)), or write steps=None."
             problem = Problem("batches", what, fix)
             raise errors.TrainingStoppedError("fit has no batches left:", [problem])
 
