@@ -383,8 +383,6 @@ def _name_neurons(facts: Facts, names: ClassNames) -> None:
         between = [v for v in between if v in facts.makers and v not in facts.by_result]
         makers = [facts.makers[value] for value in between]
         is_looped = any(one.kind == FLOW and len(sources_of(one)) > 1 for one in makers)
-        if is_looped and len(each.contracted) > 1:
-            continue
         made = {part for one in near if one.contracted & streams for part in one.made}
         found = made & each.contracted & facts.in_weights.keys()
         for part in names.without_role(found):
@@ -499,7 +497,7 @@ def _tell_streams_apart(facts: Facts, names: ClassNames) -> None:
     and that of ``stages.0`` not that of ``stages.1``. Where no word tells them apart, the one that
     begins at the vocabulary is the embedding; where none does, the one that more than twice as many
     weights have as all others: blocks have more weights than the pooling behind them. The other
-    streams stay open, and with them what their blocks have.
+    streams stay open.
     """
     streams = sorted(names.with_role("embedding"))
     labels = _find_labels(facts, streams) if len(streams) > 1 else {}
@@ -519,12 +517,8 @@ def _tell_streams_apart(facts: Facts, names: ClassNames) -> None:
         kept = {stream for stream in streams if facts.neighbours(stream) & vocabulary}
         kept = kept or {one for one in streams if counts[one] > sum(counts.values()) * 2 / 3}
         kept = kept if len(kept) == 1 else set()
-    for part, role in list(names.roles.items()):
-        near = facts.neighbours(part)
-        if part in streams and part not in kept:
-            names.take_role(part, "it is one of several residual streams, which nothing ties")
-        elif streams and role not in _COMMON and near and not near & kept:
-            names.take_role(part, "it is of a residual stream that is not decided")
+    for stream in {*streams} - kept:
+        names.take_role(stream, "it is one of several residual streams, which nothing ties")
 
 
 def _find_labels(facts: Facts, streams: Sequence[AxisClass]) -> dict[AxisClass, str]:
