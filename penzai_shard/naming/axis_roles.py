@@ -380,8 +380,7 @@ def _name_neurons(facts: Facts, names: ClassNames) -> None:
         if not streams or not is_plain or _is_linear(facts, each):
             continue
         between = [v for v in facts.before(each.data, facts.by_result) if v in facts.from_inputs]
-        between = [v for v in between if v in facts.makers and v not in facts.by_result]
-        makers = [facts.makers[value] for value in between]
+        makers = [facts.makers[value] for value in between if value in facts.makers]
         is_looped = any(one.kind == FLOW and len(sources_of(one)) > 1 for one in makers)
         made = {part for one in near if one.contracted & streams for part in one.made}
         found = made & each.contracted & facts.in_weights.keys()
