@@ -34,6 +34,7 @@ from penzai_shard.layers.remat import GATHERED
 from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, on_auto_twin
 from penzai_shard.planning import arguments
+from penzai_shard.planning.planner import warn_of_near_names
 from penzai_shard.programs import equations_in
 from penzai_shard.rules import AxisRules, decide
 
@@ -89,6 +90,9 @@ class ShardMapped(WrapperLayer):
         PlanError: A length does not divide; raised by the call, as the next.
         ManualRegionError: The layer mixes elements of a split axis, moves data itself, or has an
             output that is split otherwise than ``activation_rules`` say.
+
+    Warns:
+        ShardingWarning: A rule names nearly a logical axis of what enters.
 
     >>> import penzai_shard as pzs
     >>> mesh = pzs.make_mesh({"data": 8})
@@ -215,6 +219,8 @@ class _Run:
         self._is_tracked = region.per_device
         tree = call.structure.fill(values)
         leaves, _ = flatten(tree)
+        names = {name for leaf in leaves for name in leaf.names or ()}
+        warn_of_near_names("ShardMapped", region.parameter_rules | region.activation_rules, names)
         problems = Problems("no valid layout for what enters the region:")
         self.inputs = [_lay_out(region, leaf, problems) for leaf in leaves]
         problems.raise_if_any(PlanError)

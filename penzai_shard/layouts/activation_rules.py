@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from penzai_shard.errors import warn_caller
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning.planner import find_doubts
+from penzai_shard.planning.planner import warn_of_near_names
 from penzai_shard.rules import AxisRules, Rule
 
 
@@ -52,8 +51,7 @@ def compute_by_rules(
                 stack.enter_context(context)
             result = loss_fn(*args, **inputs)
         # The names of a preset are alternatives.
-        doubts = find_doubts(AxisRules([x for x in rules if not x.optional]), asked, ())
-        warn_caller(f"compute: {doubt}" for doubt in doubts)
+        warn_of_near_names("compute", AxisRules([x for x in rules if not x.optional]), asked)
         return result
 
     return compute_loss

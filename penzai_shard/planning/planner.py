@@ -230,14 +230,11 @@ def find_doubts(
     >>> find_doubts(AxisRules({"embeding": "data"}), ["embedding"], ["data"])
     ["rule 'embeding' -> 'data' matches no logical axis. Did you mean 'embedding'?"]
     """
-    found = []
-    for rule in rules.rules:
-        near = None if rule.for_activations else find_near_name(rule, rules, present)
-        if near is not None:
-            found.append(f"rule {rule} matches no logical axis. Did you mean {near!r}?")
+    asked = [rule for rule in rules.rules if not rule.for_activations]
+    near = [(rule, find_near_name(rule, rules, present)) for rule in asked]
+    found = [f"rule {rule} matches no logical axis. Did you mean {x!r}?" for rule, x in near if x]
     # Rules for activations count where they name an axis, and are not missed where they do not; one
     # for the largest dimension needs no names.
-    asked = [rule for rule in rules.rules if not rule.for_activations]
     needs_names = not any(rule.logical_axis is None and rule.mesh_axes for rule in asked)
     is_split = any(rule == IDENTITY or rule.mesh_axes for rule in asked)
     known = {*rules.logical_axes, *(mesh_axes if IDENTITY in asked else ())}
@@ -251,3 +248,8 @@ def find_doubts(
             "rules={} for copies."
         )
     return found
+
+
+def warn_of_near_names(called: str, rules: AxisRules, present: Collection[Hashable]) -> None:
+    """Warns of rules for names that are nearly logical axes that there are."""
+    warn_caller(f"{called}: {doubt}" for doubt in find_doubts(rules, present, ()))

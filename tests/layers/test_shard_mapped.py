@@ -273,6 +273,12 @@ def test_refusal_names_all_operations_of_a_layer_at_once():
     assert "('dot_general', 'exp')" in problem.fix
 
 
+@pytest.mark.parametrize("rules", [({"embeding": "data"}, {}), ({}, {"bacth": "data"})])
+def test_a_rule_that_is_nearly_a_name_warns(rules):
+    with pytest.warns(pzs.ShardingWarning, match="Did you mean '(embedding|batch)'"):
+        pzs.ShardMapped(UP, MESH, *rules)(X)
+
+
 def test_assume_independent():
     layer = same(lambda x: jnp.flip(x, 0))
     assert "'rev'" in refuse(fsdp(layer))[0].fix
