@@ -101,8 +101,8 @@ def find_loss(reported: Any, loss: str | None) -> Any:
         return None
     leaves = jax.tree.leaves(reported.get(loss) if isinstance(reported, dict) else reported)
     if [np.size(leaf) for leaf in leaves] != [1]:
-        has = ", ".join(map(str, reported)) if isinstance(reported, dict) else reported
-        what = f"the step reports no single number {loss!r}, but {has}"
+        has = [*reported] if isinstance(reported, dict) else reported
+        what = f"the step reports {has}, and no single number {loss!r}"
         fix = "Write build_train_step_fn(..., step_metrics=['loss']), or loss=None for none."
         raise errors.RuleTypeError("fit finds no loss:", [Problem("loss", what, fix)])
     return leaves[0]

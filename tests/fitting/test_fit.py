@@ -82,6 +82,14 @@ def test_fit_refuses_a_loss_that_is_no_number():
         assert stop(pzs.RuleTypeError, loss=loss) == ("loss", 1)
 
 
+def test_fit_says_what_a_step_reports_in_place_of_a_loss():
+    def step(state, **batch):
+        return KEEPING_STEP(state, **batch)[0], {}
+
+    (problem,) = problems_of(pzs.RuleTypeError, train, step=step)
+    assert "reports []" in problem.what
+
+
 def test_fit_places_batches_by_mesh_and_rules():
     assert train(mesh=runs.mesh(), rules=runs.RULES)[1] == losses_by_hand()
 
