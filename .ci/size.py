@@ -17,7 +17,7 @@ BUDGETS = {
     "reports": 480,
     "readers": 385,
     "arrays": 500,
-    "planning": 570,
+    "planning": 562,
     "placement": 581,
     "propagation": 700,
     "processes": 273,

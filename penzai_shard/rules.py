@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import reprlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -251,7 +250,7 @@ def _read_rules(given: Any) -> tuple[Rule, ...]:
         return given.rules
     pairs = given.items() if isinstance(given, Mapping) else given
     if not isinstance(pairs, Iterable) or isinstance(given, str | bytes | Set):
-        what = f"rules are a mapping, (logical, mesh) pairs or None, not {reprlib.repr(given)}"
+        what = f"rules are a mapping, (logical, mesh) pairs or None, not a {type(given).__name__}"
         raise RuleTypeError("unreadable rules:", [Problem("", what, "Write {'embed': 'data'}.")])
     problems = Problems("unreadable rules:")
     read = [_read_rule(pair, problems) for pair in pairs]

@@ -74,13 +74,14 @@ def read(
     is_one = rules is None or axis_name_to_mesh_name is None
     rules = axis_name_to_mesh_name if rules is None else rules
     # The defaults of all that take a plan, which has decided already.
-    is_plain = rules is None and (on_indivisible, on_unnamed) == ("error", "error")
+    decided = rules, on_indivisible, on_unnamed
+    is_alone = plan is None or (rules is None and decided[1:] == ("error", "error"))
     is_mesh = plan is not None if mesh is None else isinstance(mesh, Mesh | AbstractMesh)
     is_plan = isinstance(plan, ShardingPlan | None)
     checks = {
         "rules under two names": (both, is_one, "rules=AxisRules(first) | second"),
         "plan": (plan, is_plan, "plan=make_plan(tree, mesh, rules)"),
-        "rules beside a plan": (rules, plan is None or is_plain, "the plan by itself"),
+        "rules and options beside a plan": (decided, is_alone, "the plan by itself"),
         "mesh": (mesh, is_mesh, "mesh=make_mesh({'data': 4, 'model': 2})"),
     }
     check_arguments(called, checks)
