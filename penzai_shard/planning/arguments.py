@@ -58,7 +58,7 @@ def read(
 
     Args:
         called: The name of that function.
-        mesh: A mesh.
+        mesh: A mesh, or a plan in its place.
         rules: Rules in any form that ``AxisRules`` takes.
         axis_name_to_mesh_name: The same under Penzai's name.
         on_indivisible: As for ``make_plan``.
@@ -70,6 +70,8 @@ def read(
         MeshError: A rule names a mesh axis that the mesh does not have, or the plan is one for
             another mesh.
     """
+    if isinstance(mesh, ShardingPlan) and plan is None:
+        mesh, plan = None, mesh
     both = rules, axis_name_to_mesh_name
     is_one = rules is None or axis_name_to_mesh_name is None
     rules = axis_name_to_mesh_name if rules is None else rules
