@@ -262,6 +262,10 @@ class Layout(LayoutPresets, LayoutFiles):
 
         Returns:
             A loss function with the same arguments.
+
+        Warns:
+            ShardingWarning: While it is traced: a rule of ``compute`` is for nearly a name that a
+                model of Flax asks for, or for nearly one of ``parameters``, and for none of them.
         """
         rules = [
             dataclasses.replace(rule, logical_axis=axis)
