@@ -133,7 +133,7 @@ def explain_collectives(words: StepWords, compiled: CompiledStep) -> BecauseRepo
                 fitting = (x for x in found if (x.result is None and x.reason in ends) == is_sum)
                 told = [words.loss(loss, is_sum) for loss in fitting]
                 # Of several under one name, that of what is moved.
-                own = [x for x in told if path in (x.cause.path, f"params/{x.gathered}")]
+                own = [x for x in told if part.moves in (x.cause.path, f"params/{x.gathered}")]
                 because += (own or told)[:1]
             if not because and any("/shard_map/" in name for name in part.names):
                 layer = " + ".join(part.layers)
