@@ -115,3 +115,18 @@ def test_rules_save_memory():
     # Three matrices of 16 x 32 floats, with a moment each, of which a device has an eighth.
     assert saved["'neurons' -> 'model'"] == 2 * 3 * 16 * 32 * 4 / 8
     assert all(text in str(found) for text in ("gathered over 'data'", "devices sum over 'model'"))
+
+
+def test_gathers_under_one_name_are_each_explained_by_what_they_move():
+    mesh = pzs.make_mesh(DATA, abstract=True)
+    rows = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P("data")))
+
+    def run(weights, x):
+        whole = jax.tree.map(
+            lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())), weights
+        )
+        return jax.numpy.tanh(x @ whole["a"]) @ whole["b"]
+
+    rows_of = why(jax.jit(run), {"a": rows, "b": rows}, rows).collectives().rows
+    moved = {row.part.moves: row.because[0].cause.path for row in rows_of}
+    assert moved == {path: path for path in ("weights/a", "weights/b")}
