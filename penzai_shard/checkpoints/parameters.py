@@ -193,7 +193,7 @@ def save_params(
 def restore_params(
     path: Any,
     model: Any,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | ShardingPlan | None = None,
     rules: Any = None,
     *,
     plan: ShardingPlan | None = None,
@@ -219,7 +219,7 @@ def restore_params(
             ``s3://bucket/run``; or a safetensors file, an index of several, or their folder. If
             a safetensors file is cut while it is read, the system ends the process by SIGBUS.
         model: As for ``param_dict``, also with structs for arrays. It is not changed.
-        mesh: A mesh. Without it arrays go where those of the model are.
+        mesh: A mesh, or a plan of the model. Without it arrays go where those of the model are.
         rules: As for ``make_plan``.
         plan: A plan of the model, in place of mesh, rules and options.
         axis_name_to_mesh_name: The rules under Penzai's name.

@@ -59,7 +59,7 @@ def begin_save_train_state(
 def restore_train_state(
     path: Any,
     train_state: Any,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | ShardingPlan | None = None,
     rules: Any = None,
     *,
     plan: ShardingPlan | None = None,
@@ -81,7 +81,7 @@ def restore_train_state(
         path: A checkpoint of ``save_train_state``, or of plain Orbax.
         train_state: A state of the same model and optimizer, with arrays, also donated ones, or
             structs. It is not changed.
-        mesh: A mesh. Without it arrays go where those of the state are.
+        mesh: A mesh, or a plan of the state. Without it arrays go where those of the state are.
         rules: As for ``make_plan``.
         plan: A plan of the state, in place of mesh, rules and options.
         shardings: In place of mesh and rules, a tree like the state with a sharding for each array,

@@ -28,7 +28,7 @@ _CALLED = "load_safetensors"
 
 def load_safetensors(
     path: Any,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | ShardingPlan | None = None,
     rules: Any = None,
     *,
     config: Any = None,
@@ -58,7 +58,7 @@ def load_safetensors(
 
     Args:
         path: A safetensors file, an index of several, or their folder.
-        mesh: A mesh. Without it arrays go to the default device, or where
+        mesh: A mesh, or a plan of the model. Without it arrays go to the default device, or where
             those of ``into`` are.
         rules: As for ``make_plan``.
         config: Attributes, the path of a ``config.json`` or of its folder, or a published name; by

@@ -112,6 +112,7 @@ def test_restore_params_says_where_arrays_go_in_many_ways(saved):
         (placed, {}),
         (plan.restore_structs(), {}),
         (MLP, {"plan": plan}),
+        (MLP, {"mesh": plan}),
     ]
     for like, options in ways:
         restored = pzs.restore_params(saved, like, **options)
