@@ -89,7 +89,7 @@ REFUSED = {
         ("train_state", "build()({'x': batch()})"),
         ("inputs by position", "build()(initial(), batch())"),
         ("jit", "build(jit=False).lower(initial(), x=batch())"),
-        ("", "trainer(initial(), rules={'in': 'data'})"),
+        ("mesh", "trainer(initial(), rules={'in': 'data'})"),
         ("on_unnamed", "shard(batch(), local=True, on_unnamed='infer')"),
     ],
     MeshError: [
