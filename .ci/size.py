@@ -26,7 +26,7 @@ BUDGETS = {
     "training": 1115,
     "fitting": 484,
     "layouts": 690,
-    "checkpoints": 1929,
+    "checkpoints": 1935,
     "pretrained": 815,
     "inspection": 2205,
     "causes": 640,

@@ -28,6 +28,8 @@ from penzai_shard.reports.report import Column, Report
 
 _Records = Mapping[str, ArrayRecord]
 
+# Each holds the values of one array.
+_MOST_THREADS = 8
 _GOOD = ("ok", "unchecked")
 _PATH, _SIZE = Column("path", "path"), Column("size", "bytes")
 _COMPARED = _PATH, Column("what"), Column("first"), Column("second")
@@ -204,7 +206,6 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        CheckpointDamagedError: What it says of its arrays is not what was saved.
 
     >>> import jax, tempfile
     >>> import penzai_shard as pzs
@@ -215,8 +216,13 @@ def verify_checkpoint(path: Any, *, progress: bool | None = None) -> Report:
     path  state  size
     w     ok     32 B
     """
-    with plain_context("verify_checkpoint"):
-        manifest = read_manifest(path)
+    try:
+        with plain_context("verify_checkpoint"):
+            manifest = read_manifest(path)
+    except CheckpointDamagedError as error:
+        lost = [(p.path, "unreadable", None, p.what, False) for p in error.problems]
+        return Report("Verification", error.args[0], _VERIFIED, lost, ok=False)
+
     found, reasons = _read_checksums(manifest, progress)
     rows = []
     for name, record in sorted(manifest.records.items()):
@@ -247,7 +253,7 @@ def _read_checksums(manifest: Manifest, progress: Any) -> tuple[dict[str, str], 
             damaged[name] = error.problems[0].what
 
     total = sum(record.nbytes for record in records.values())
-    with draw_progress(total, "bytes", progress) as bar, ThreadPoolExecutor() as pool:
+    with draw_progress(total, "bytes", progress) as bar, ThreadPoolExecutor(_MOST_THREADS) as pool:
         for record, _ in zip(records.values(), pool.map(read, records), strict=True):
             bar.advance(record.nbytes)
     return found, damaged

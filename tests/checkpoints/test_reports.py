@@ -159,5 +159,6 @@ def test_verify_checkpoint_and_compare_checkpoints_find_what_is_damaged(tmp_path
     expected = dict.fromkeys(arrays, "values") | {"empty": "only in first"}
     assert whats(pzs.compare_checkpoints(path, arrays)) == expected
     assert states_of(other) == dict.fromkeys(arrays, "unreadable")
+    # Its metadata.
     (tmp_path / "a" / "_CHECKPOINT_METADATA").write_text("{}")
-    refused(pzs.CheckpointDamagedError, pzs.verify_checkpoint, path)
+    assert {*states_of(path).values()} == {"unreadable"}
