@@ -196,13 +196,13 @@ WRONG_USES = [
     ("Sharding", "argument", "donation", lambda: ROLLED(STACK)(DELETED)),
     ("RuleType", "sharding", "ByName", lambda: pzs.ConstrainSharding({"x": "data"})),
     ("Sharding", "x", "donation", lambda: SPLIT({"x": DELETED})),
-    ("RuleType", "", "make_mesh", lambda: pzs.ConstrainShardingByName(RULES, RULES)),
+    ("RuleType", "mesh", "make_mesh", lambda: pzs.ConstrainShardingByName(RULES, RULES)),
     ("Mesh", "", "'data'", lambda: pzs.ConstrainShardingByName(AUTO, {"batch": "date"})),
     ("RuleType", "", "'infer'", lambda: pzs.ConstrainShardingByName(AUTO, {}, on_unnamed="all")),
     ("RuleType", "", "inputs=(", lambda: pzs.ConstrainActivations(LAYER, AUTO, RULES)),
-    ("RuleType", "", "make_mesh", lambda: pzs.ConstrainActivations(LAYER, RULES)),
+    ("RuleType", "mesh", "make_mesh", lambda: pzs.ConstrainActivations(LAYER, RULES)),
     ("Mesh", "", "'model'", lambda: pzs.GatherParameters(LAYER, AUTO, {"neurons": "modle"})),
-    ("RuleType", "", "mesh=mesh", lambda: pzs.GatherParameters(LAYER, {}, AUTO)),
+    ("RuleType", "mesh", "make_mesh", lambda: pzs.GatherParameters(LAYER, {}, AUTO)),
 ]
 
 
