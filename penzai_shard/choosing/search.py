@@ -90,16 +90,7 @@ def search(
             rest = [number for number in rest if corrected[number].memory <= limit * _POSSIBLY]
         likely.sort(key=lambda number: (corrected[number].seconds, estimates[number]))
         rest.sort(key=lambda number: (corrected[number].memory, estimates[number]))
-
-        # Equal estimates are mostly of the same program: one of each comes first.
-        firsts = {estimates[number]: number for number in reversed(likely)}
-        is_first = {*firsts.values()}
-        likely.sort(key=lambda number: number not in is_first)
         lot = [*likely, *rest][: max(most // _LOTS, 1)]
-        if not exact and len(lot) > 1:
-            # The leanest of all shows early whether anything fits.
-            lot[-1] = min(left, key=lambda number: (estimates[number].memory, number))
-        lot = list(dict.fromkeys(lot))
         if not lot:
             break
         exact.update(zip(lot, compile(lot), strict=True))
