@@ -49,13 +49,11 @@ class _Run(NamedTuple):
     Attributes:
         node: What they are in.
         blocks: How many there are.
-        is_certain: Whether each of them surely runs once, after the one before.
         cut: Gives the node with so many of them.
     """
 
     node: Any
     blocks: int
-    is_certain: bool
     cut: Callable[[int], Any]
 
 
@@ -63,7 +61,7 @@ class _Run(NamedTuple):
 def cut_model(workload: Workload) -> Cut:
     """The model of a workload with one and with two of its equal blocks.
 
-    Blocks are items of a list, or of a dictionary with numbered keys, that are alike but for the
+    Blocks are items of a list or of a dictionary, one after the other, that are alike but for the
     numbers in their labels; also groups of items that repeat. All series of one length are cut
     together. Penzai's ``LayerStack`` is not cut: what ``roll_layer_stacks`` makes of it is a loop.
 
@@ -84,18 +82,16 @@ def cut_model(workload: Workload) -> Cut:
     if not blocks:
         return whole
     runs = by_count[blocks]
-    one, two, three = (_cut_runs(model, runs, kept) for kept in (1, 2, 3))
+    one, two = (_cut_runs(model, runs, kept) for kept in (1, 2))
     # Of parameters that some blocks share there are not as many more with each block.
     if not _is_linear([_count_bytes(each) for each in (one, two, model)], blocks):
         return whole
-    # To trace all of a hundred blocks may take longer than to price them.
-    last, depth = (three, 3) if all(run.is_certain for run in runs) else (model, blocks)
     try:
-        products = [_count_products(_trace_loss(workload, each)) for each in (one, two, last)]
+        products = [_count_products(_trace_loss(workload, each)) for each in (one, two, model)]
     except Exception:
         # Whatever a loss function raises for a model of another depth, it does not take one.
         return whole
-    return Cut((one, two), blocks) if _is_linear(products, depth) else whole
+    return Cut((one, two), blocks) if _is_linear(products, blocks) else whole
 
 
 def _is_linear(counts: Sequence[Mapping[Hashable, int]], blocks: int) -> bool:
@@ -118,13 +114,13 @@ def _cut_runs(model: Any, runs: Sequence[_Run], kept: int) -> Any:
 # Equal blocks
 
 
-def _find_runs(node: Any, is_certain: bool = False) -> Iterator[_Run]:
+def _find_runs(node: Any) -> Iterator[_Run]:
     """The runs of equal blocks in a tree, none of them inside a block of another."""
     if isinstance(node, pz.nn.LayerStack):
         return
     rest, is_list = node, type(node) in (list, tuple) or isinstance(node, MutableSequence)
     if is_list or isinstance(node, dict):
-        keys = [*range(len(node))] if is_list else _find_numbered(node)
+        keys = [*range(len(node))] if is_list else [*node]
         start, period, blocks = _find_repetition([_kind_of(node[key]) for key in keys])
 
         def cut(kept: int) -> Any:
@@ -134,20 +130,11 @@ def _find_runs(node: Any, is_certain: bool = False) -> Iterator[_Run]:
             return {key: x for key, x in node.items() if key not in gone}
 
         if blocks:
-            yield _Run(node, blocks, is_certain, cut)
+            yield _Run(node, blocks, cut)
             rest = cut(0)
     for inner in jax.tree.leaves(rest, is_leaf=lambda inner: inner is not rest):
         if inner is not rest:
-            yield from _find_runs(inner, isinstance(node, pz.nn.Sequential))
-
-
-def _find_numbered(node: Mapping[Any, Any]) -> list[Any]:
-    """The keys of a dictionary that differ in their numbers only, in the order of these."""
-    groups = collections.defaultdict(list)
-    for key in node:
-        groups[fold_key(str(key))].append(key)
-    keys = max(groups.values(), key=len, default=[])
-    return sorted(keys, key=lambda key: [int(number) for number in re.findall(r"\d+", str(key))])
+            yield from _find_runs(inner)
 
 
 def _find_repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
