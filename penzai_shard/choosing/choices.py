@@ -24,13 +24,11 @@ _SENT = {
     "gradient": "reducing gradients",
     "optimizer": "moving the optimizer's state",
     "activation": "moving activations",
+    "": "sending",
 }
 # A smaller part of a step is not worth a word.
 _SMALL = 0.005
 _MORE_SHOWN = 3
-# A bound that is further below says nothing.
-_MOST_GAP = 2.0
-_MORE = {True: "more", False: "less"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -223,7 +221,10 @@ class Choices(HasReport, Sequence[Choice]):
         rows = []
         for each in self:
             time, over = each.time, [each.time.by_mesh_axis.get(axis) for axis in axes]
-            more = (f"{seconds_text(abs(n))} {_MORE[n > 0]} {x}" for x, n in each.pays(best))
+            more = (
+                f"{seconds_text(abs(n))} {'more' if n > 0 else 'less'} {x}"
+                for x, n in each.pays(best)
+            )
             pays = "; ".join(more) or None
             figures = time.bound, time.compute, *over, time.update, each.memory_bytes
             rows.append((each.candidate.words, *figures, each.priced_by, pays))
@@ -239,18 +240,12 @@ class Choices(HasReport, Sequence[Choice]):
     def _explain(self) -> Iterator[str]:
         """Why the best is the pick, how sure that is, and what would change it."""
         best = self.best
-        yield f"A device holds {best.memory_text}; it sends {_sent_text(best.cost.traffic)}."
-        others = (each for each in self if each.candidate.table != best.candidate.table)
-        if (second := next(others, None)) is not None:
-            more = second.memory_bytes - best.memory_bytes
-            sent = _sent_text(second.cost.traffic)
-            side = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'}"
-            yield f"The next best rules, {second.candidate.words}, hold {side} and send {sent}."
+        traffic = best.cost.traffic.items()
+        sent = [f"{bytes_text(n)} over {' and '.join(axes)}" for axes, n in traffic if n]
+        yield f"A device holds {best.memory_text}; it sends {', '.join(sent) or 'nothing'}."
         layouts = f"by these costs, than any of {self.considered:,} layouts"
-        if self.gap < _MOST_GAP:
+        if self.gap < math.inf:
             yield f"At most {math.ceil(100 * self.gap)} % slower, {layouts}."
-        else:
-            yield f"It is not bounded how much slower it is, {layouts}."
 
         larger = [x for x in self.priced if x.memory_bytes > (1 - self.free) * self.memory_limit]
         quicker = [each for each in larger if each.seconds < (1 - _SMALL) * best.seconds]
@@ -263,15 +258,9 @@ class Choices(HasReport, Sequence[Choice]):
             yield f"Memory limits: with {lacks} more on each device{free}, {word} fit: {near!r}."
         elif time.send > max(time.compute, time.update):
             axis = max(time.by_mesh_axis, key=lambda axis: time.by_mesh_axis[axis])
-            spent = best.spending
-            over = [x for x in spent if axis in x.partition(" over ")[2].split(" and ")]
-            most = max(over, key=lambda what: spent[what])
-            yield f"Sending over {axis!r} limits the step, mostly {most}."
+            over = [x for x in best.cost.sent if axis in x[1]]
+            what, _ = max(over, key=lambda x: best.cost.sent[x])
+            yield f"Sending over {axis!r} limits the step, mostly {_SENT[what]}."
         else:
             what = "Computing" if time.compute >= time.update else "Updating the optimizer"
             yield f"{what} limits the step: more memory, or less to send, would change nothing."
-
-
-def _sent_text(traffic: Mapping[tuple[str, ...], float]) -> str:
-    texts = [f"{bytes_text(n)} over {' and '.join(axes)}" for axes, n in traffic.items() if n]
-    return ", ".join(texts) or "nothing"

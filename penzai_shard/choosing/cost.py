@@ -12,14 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penzai_shard.arrays.structure import Leaf
 from penzai_shard.choosing.candidates import PARTS, Candidate
 from penzai_shard.choosing.device_program import DeviceProgram, MarkedSteps, spec_of
 from penzai_shard.choosing.shallow import cut_model
 from penzai_shard.choosing.workload import Workload
 from penzai_shard.errors import Problems, PropagationError
 from penzai_shard.inspection.collectives import wire_bytes
-from penzai_shard.programs import OPTIMIZER
 from penzai_shard.propagation.flat import BARRIER, LOOP, Operation
 
 _GATHER, _SLICE, _REDUCE = "sdy.all_gather", "sdy.all_slice", "sdy.all_reduce"
@@ -39,11 +37,11 @@ _WRITES = """
     cholesky convolution custom_call dot_general dynamic_update_slice fft gather reduce
     reduce_window scatter select_and_scatter sort triangular_solve while"""
 _WRITING = frozenset(f"stablehlo.{name}" for name in _WRITES.split())
-_PHASES = ("forward", "backward", "update")
 
 
 # The bytes that a device sends, by what they are, "parameter", "gradient", "optimizer" or
-# "activation", and by the mesh axes that they go over, in the mesh's order.
+# "activation", and by the mesh axes that they go over, in the mesh's order. Of a step that is not
+# compiled it is "", as what they are is not known.
 Sent = Mapping[tuple[str, tuple[str, ...]], float]
 
 
@@ -130,19 +128,15 @@ class Prices:
             PropagationError: The step cannot be priced without compiling it.
         """
         costs = [price_program(steps.place(candidate)) for steps in self.steps]
-        cost = extrapolate(costs, self.blocks)
-        # Which phase holds most may be another one in a deep model.
-        memory = dict(cost.memory)
-        memory["activations"] = max(memory.pop(phase) for phase in _PHASES)
-        return dataclasses.replace(cost, memory=memory)
+        return extrapolate(costs, self.blocks)
 
 
 def price_program(program: DeviceProgram) -> StepCost:
-    """The cost of a program; in its memory each phase has a line of what it holds at most."""
-    held = dict.fromkeys(("parameters", "optimizer", "inputs", *_PHASES), 0.0)
+    """The cost of a program."""
+    held = dict.fromkeys(("parameters", "optimizer", "inputs"), 0.0)
     for value, leaf in program.arguments.items():
-        held[PARTS.get(_first_piece(leaf), "inputs")] += program.bytes(value)
-    held |= _find_peaks(program)
+        held[PARTS.get(leaf.path.partition("/")[0], "inputs")] += program.bytes(value)
+    held["activations"] = _find_peak(program)
     problems = Problems("a loop that runs an unknown number of times cannot be priced:")
     flops, traffic = 0.0, _Traffic(program)
     for each in program.operations:
@@ -156,16 +150,6 @@ def price_program(program: DeviceProgram) -> StepCost:
             traffic.add(each, each.times)
     problems.raise_if_any(PropagationError)
     return StepCost(flops, dict(traffic.sent), held)
-
-
-def _first_piece(leaf: Leaf) -> str:
-    return leaf.path.partition("/")[0]
-
-
-def _find_phase(operation: Operation) -> str:
-    if OPTIMIZER in operation.name.split("/"):
-        return "update"
-    return "backward" if "transpose(" in operation.name else "forward"
 
 
 def count_flops(program: DeviceProgram, product: Operation) -> float:
@@ -196,11 +180,6 @@ class _Traffic:
         self.sent: dict[Any, float] = collections.defaultdict(float)
         self._program = program
         self._gathered: set[Any] = set()
-        self._shapes = {
-            tuple(sorted(leaf.shape))
-            for leaf in program.arguments.values()
-            if _first_piece(leaf) == "params"
-        }
 
     def add(self, each: Operation, times: int) -> None:
         """Adds a collective that runs some times."""
@@ -213,19 +192,13 @@ class _Traffic:
             if (key := (origin, each.mesh_axes, count)) in self._gathered:
                 return
             self._gathered.add(key)
-            # Shardy gathers in front of a barrier, once for all; compilers behind it, once more.
-            users = program.users[each.results[0]]
-            count += times * sum(user.kind == BARRIER for user in users)
-        what = self._describe(each)
         for axes, size in self._find_bytes(each):
             if axes and size:
-                self.sent[what, axes] += size * count
+                self.sent["", axes] += size * count
 
-    def _find_origin(self, value: int, *, moved: bool = False) -> int:
-        """The value that a value is another form of, or that was moved before."""
-        while (maker := self._program.makers.get(value)) is not None and (
-            maker.kind in FORM or (moved and (maker.kind == BARRIER or maker.mesh_axes))
-        ):
+    def _find_origin(self, value: int) -> int:
+        """The value that a value is another form of."""
+        while (maker := self._program.makers.get(value)) is not None and maker.kind in FORM:
             value = maker.operands[maker.results.index(value)]
         return value
 
@@ -236,19 +209,6 @@ class _Traffic:
             source = maker.operands[0]
             return not self._program.values[source].shape or self._is_constant(source)
         return maker is not None and maker.kind in _CONSTANTS
-
-    def _describe(self, each: Operation) -> str:
-        """What is moved."""
-        program, phase = self._program, _find_phase(each)
-        leaf = program.arguments.get(self._find_origin(each.operands[0], moved=True))
-        if leaf is not None:
-            what = {"params": "parameter", "opt_state": "optimizer"}
-            return what.get(_first_piece(leaf), "activation")
-        if phase == "update":
-            return "parameter" if each.kind == _GATHER else "gradient"
-        # A gradient has the dimensions of its parameter, in some order.
-        shape = tuple(sorted(program.values[each.results[0]].shape))
-        return "gradient" if phase == "backward" and shape in self._shapes else "activation"
 
     def _find_bytes(self, each: Operation) -> list[tuple[tuple[str, ...], float]]:
         """What one device sends, by mesh axes."""
@@ -293,14 +253,11 @@ class _Traffic:
         return maker.kind == _REDUCE and maker.mesh_axes == axes
 
     def _find_users(self, value: int) -> Sequence[Operation]:
-        """What takes a value, through other forms of it that are not transposed in the end."""
-        users = found = self._program.users[value]
-        turns = 0
+        """What takes a value, in whatever form."""
+        users = self._program.users[value]
         while len(users) == 1 and users[0].kind in FORM and len(users[0].results) == 1:
-            turns += users[0].kind == _TRANSPOSE
             users = self._program.users[users[0].results[0]]
-            found = found if turns % 2 else users
-        return found
+        return users
 
     def _find_source(self, value: int) -> int:
         """The value that a value is another form of, not transposed."""
@@ -325,8 +282,8 @@ class _Traffic:
 # Memory
 
 
-def _find_peaks(program: DeviceProgram) -> dict[str, float]:
-    """The most bytes at once besides what goes in and comes out, in each phase.
+def _find_peak(program: DeviceProgram) -> float:
+    """The most bytes at once besides what goes in and comes out.
 
     What is computed element by element is there only if something else has to read it.
     """
@@ -339,18 +296,13 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
     }
     written -= {-1, *(roots[value] for value in (*program.arguments, *program.results))}
     # What is gathered alike in each turn of a loop is there for all of them.
-    lasting = {
-        (roots[each.operands[0]], each.mesh_axes): program.bytes(each.results[0])
-        for each in operations
-        if each.kind == _GATHER
-        and (each.times or 1) > 1
-        and roots[each.operands[0]] in program.arguments
-    }
-    written -= {
-        each.results[0]
-        for each in operations
-        if each.kind == _GATHER and (roots[each.operands[0]], each.mesh_axes) in lasting
-    }
+    lasting: dict[Any, float] = {}
+    for each in operations:
+        if each.kind == _GATHER and (each.times or 1) > 1:
+            (source,), (result,) = each.operands, each.results
+            if roots[source] in program.arguments:
+                lasting[roots[source], each.mesh_axes] = program.bytes(result)
+                written.discard(result)
 
     last: dict[int, int] = {}
     for number, each in reversed([*enumerate(operations)]):
@@ -362,20 +314,16 @@ def _find_peaks(program: DeviceProgram) -> dict[str, float]:
         for value in each.operands:
             last[roots[value]] = max(last.get(roots[value], 0), until)
 
-    peaks: dict[str, float] = collections.defaultdict(float)
     ends: dict[int, float] = collections.defaultdict(float)
-    there = 0.0
+    there = peak = 0.0
     for number, each in enumerate(operations):
         for value in each.results:
             if value in written and value in last:
                 there += program.bytes(value)
                 ends[last[value]] += program.bytes(value)
-        phase = _find_phase(each)
-        peaks[phase] = max(peaks[phase], there)
+        peak = max(peak, there)
         there -= ends[number]
-    return {
-        phase: peak + sum(lasting.values()) * (phase != "update") for phase, peak in peaks.items()
-    }
+    return peak + sum(lasting.values())
 
 
 def _is_writing(each: Operation) -> bool:
