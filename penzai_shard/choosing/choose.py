@@ -104,7 +104,8 @@ def choose_layout(
     Raises:
         NothingFitsError: No layout fits; with the nearest, and what would help.
         PlanError: There is no sane layout.
-        RuleTypeError, MeshError: Arguments cannot be read; all that is wrong is in it.
+        RuleTypeError: Arguments cannot be read; all that is wrong is in it.
+        MeshError: There are no such devices.
         PropagationError: The layouts of the step cannot be propagated.
         CompilationError: The compiler refuses all of them.
         KeyboardInterrupt: Ctrl-C, before anything that fits was found.
@@ -126,15 +127,15 @@ def choose_layout(
     >>> choices.best.mesh_sizes
     {'model': 4}
     """
+    problems = errors.Problems("choose_layout cannot read what it was given:")
+    options = read_options(compiled, microbatches, rematerialise, keep, problems)
+    on = read_devices(devices, hardware, memory, problems)
+    # The last of them raises what is wrong in all.
     given = model, loss_fn, optimizer, batch, seq, plain_arrays, names, blocks
-    workload, on, options = _read_all(
-        lambda: read_workload(*given),
-        lambda: read_devices(devices, hardware, memory),
-        lambda: read_options(compiled, microbatches, rematerialise, keep),
-    )
+    workload = read_workload(*given, problems)
     meshes = mesh_shapes(on.hardware) if on.mesh_sizes is None else [on.mesh_sizes]
     candidates = make_candidates(workload, meshes, **options)
-    question = f"{workload.words} on {on.words}"
+    question = f"{workload.words} on {on.hardware.name}"
     pricing = PricedCandidates(workload, on, candidates)
     interrupted = False
     try:
@@ -143,7 +144,7 @@ def choose_layout(
         interrupted = True
         if not pricing.rank():
             raise
-    left_out = pricing.tell_left_out()
+    left_out = [f"{n:,} left out: {why}" for why, n in sorted(pricing.left_out.items())]
     mistakes = [errors.Problem("", why) for why in left_out]
     if not pricing.tables:
         raise errors.PlanError(f"there is no sane layout for {question}:", mistakes)
@@ -165,21 +166,6 @@ def choose_layout(
         interrupted,
         tuple(left_out),
     )
-
-
-def _read_all(*readers: Callable[[], Any]) -> list[Any]:
-    """What each gives, or one error with what is wrong in all of them."""
-    found, refusals = [], list[errors.ShardingError]()
-    for read in readers:
-        try:
-            found.append(read())
-        except errors.ShardingError as error:
-            refusals.append(error)
-    if refusals:
-        kind = type(refusals[0]) if len(refusals) == 1 else errors.RuleTypeError
-        mistakes = itertools.chain(*(error.problems for error in refusals))
-        raise kind("choose_layout cannot read what it was given:", mistakes)
-    return found
 
 
 def _rank(choice: Choice) -> tuple[Any, ...]:
@@ -241,10 +227,10 @@ class PricedCandidates:
         self.tables = sorted(table for table in tables if table.stored <= limit)
         # Nothing is quicker; what is hardly slower is certain to be as good as any.
         self.least = self.tables[0].bound if self.tables else 0.0
-        # How many tables the step cannot be laid out by, by reason.
+        # How many tables the step cannot be laid out by, or layouts not compiled, by reason.
         self.left_out = collections.Counter(candidates.left_out)
-        # What the compiler says of the layouts that it refuses.
-        self.refused: dict[int, str] = {}
+        # The layouts that the compiler refuses.
+        self.refused: set[int] = set()
         # What is kept for the backward pass, as a part of what is kept without a policy.
         self.shares: dict[Hashable, float] = {}
 
@@ -359,20 +345,12 @@ class PricedCandidates:
             if isinstance(cost, StepCost):
                 self._add(self.exact, number, cost, how)
             else:
-                self.refused[number] = str(cost).partition("\n")[0]
+                self.refused.add(number)
+                self.left_out[str(cost).partition("\n")[0]] += 1
         # What the compiler refuses does not fit.
         infinite = Price(math.inf, math.inf, math.inf)
         found = map(self.exact.get, numbers)
         return [infinite if each is None else each.price for each in found]
-
-    def tell_left_out(self) -> list[str]:
-        """What is left out, and why, for people."""
-        counts = ("table", self.left_out), ("layout", collections.Counter(self.refused.values()))
-        return [
-            f"{n:,} {what}{'s' * (n > 1)} left out: {why}"
-            for what, reasons in counts
-            for why, n in sorted(reasons.items())
-        ]
 
     def rank(self) -> list[Choice]:
         """The compiled layouts that fit, the best first."""
@@ -381,7 +359,7 @@ class PricedCandidates:
 
     def find_gap(self, best: Choice) -> float:
         """By which part it is slower, at most, than what was not compiled."""
-        known = self.exact.keys() | self.refused.keys()
+        known = self.exact.keys() | self.refused
         left = [table.bound for table in self.tables if not known >= {*table.ways}]
         least = min(left, default=best.seconds)
         return max(best.seconds / least - 1, 0.0) if least else math.inf

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
-from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError
+from penzai_shard.errors import MeshError, Problem, Problems
 from penzai_shard.inspection import topologies
-from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import nearest
 
 if TYPE_CHECKING:
@@ -102,11 +101,6 @@ class Hardware:
     def hosts(self) -> int:
         """In how many hosts GPUs are; 1 of other devices."""
         return self.topology.shape[0] if self.between else 1
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether devices compute while they send; simulated ones share the cores of a machine."""
-        return self.topology.kind != "cpu"
 
     def has_mesh(self, mesh_sizes: Mapping[str, int]) -> bool:
         """Whether ``jax.make_mesh`` lays a mesh of as many devices over them.
@@ -208,14 +202,8 @@ class Devices(NamedTuple):
     memory: int
     mesh_sizes: Mapping[str, int] | None
 
-    @property
-    def words(self) -> str:
-        """What they are, for people."""
-        mesh = f", mesh ({mesh_text(self.mesh_sizes)})" if self.mesh_sizes else ""
-        return f"{self.hardware.name}{mesh}"
 
-
-def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devices:
+def read_devices(devices: Any, hardware: Any, memory: Any, problems: Problems) -> Any:
     """Reads the arguments of ``choose_layout`` that say what is computed on.
 
     Args:
@@ -223,14 +211,17 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
         hardware: What a mesh or a number is of, ``"v5e"``; JAX knows it of devices that are there.
         memory: The bytes that a step may need on a device, also as text: ``"14GiB"``; None for what
             programs can have of it.
+        problems: Gets what cannot be read, or does not go together.
+
+    Returns:
+        ``Devices``; None if there are problems.
 
     Raises:
-        RuleTypeError, MeshError: They cannot be read, or do not go together.
+        MeshError: There are no such devices.
 
-    >>> read_devices(32, "v5e", "14GiB").words
+    >>> read_devices(32, "v5e", "14GiB", Problems("")).hardware.name
     'v5e:4x8'
     """
-    problems = Problems("choose_layout cannot read its devices:")
     mesh_sizes, members = None, devices if isinstance(devices, list | tuple) else ()
     count = len(members) or devices
     if isinstance(devices, Mesh | AbstractMesh):
@@ -247,8 +238,6 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
         problems.add("devices", f"how fast these devices ({count:,}) are is not known", fix)
     elif not is_number and hardware is not None:
         problems.add("hardware", f"{devices!r} says what they are already", "Leave it out.")
-    elif not isinstance(hardware, str | None):
-        problems.add("hardware", f"{hardware!r} is no name", "Write hardware='v5e'.")
     limit = memory
     if isinstance(memory, str) and (text := _BYTES.fullmatch(memory)):
         power = " KMGT".index(text[2] or " ")
@@ -256,9 +245,10 @@ def read_devices(devices: Any, hardware: Any = None, memory: Any = None) -> Devi
     if memory is not None and not (isinstance(limit, int | float) and 1024 <= limit < math.inf):
         fix = "Write a number of bytes, or for instance memory='14GiB'."
         problems.add("memory", f"{memory!r} is no size of a device's memory", fix)
-    problems.raise_if_any(RuleTypeError)
+    if len(problems):
+        return None
 
-    name = devices if isinstance(devices, str) else hardware
+    name = devices if isinstance(devices, str) else str(hardware)
     found = Hardware.read(name if ":" in name else f"{name}:{count}")
     if is_number and found.device_count != count:
         what = f"there are {count:,} devices, and {found.name!r} has {found.device_count:,}"
@@ -285,24 +275,19 @@ class StepTime(NamedTuple):
         send: For all that is sent, by the best division over the links.
         update: For the optimizer's state, which is read from memory and written back once.
         by_mesh_axis: For what is sent over each mesh axis.
-        overlaps: Whether all of that happens at the same time.
+        bound: The largest of the three, or their sum where devices do one thing at a time.
     """
 
     compute: float
     send: float
     update: float
     by_mesh_axis: Mapping[str, float]
-    overlaps: bool
+    bound: float
 
     @property
     def total(self) -> float:
         """The three one after the other."""
         return self.compute + self.send + self.update
-
-    @property
-    def bound(self) -> float:
-        """The largest of the three, or their sum where devices do one thing at a time."""
-        return max(self[:3]) if self.overlaps else self.total
 
 
 def share_out(
@@ -374,13 +359,12 @@ def step_time(cost: "StepCost", mesh_sizes: Mapping[str, int], hardware: Hardwar
     send = least_time(shares, rates)
     by_mesh_axis = dict.fromkeys(mesh_sizes, 0.0)
     for axes, sent in shares.items():
+        seconds = sent / sum(rates[axis] for axis in axes)
         for axis in axes:
-            by_mesh_axis[axis] += sent / sum(rates[each] for each in axes)
-    return StepTime(
-        cost.flops / hardware.flops,
-        send,
-        2 * cost.memory.get("optimizer", 0.0) / hardware.memory_bandwidth,
-        # By the best division none is busy for longer.
-        {axis: min(seconds, send) for axis, seconds in by_mesh_axis.items()},
-        hardware.overlaps,
-    )
+            # By the best division none is busy for longer.
+            by_mesh_axis[axis] = min(by_mesh_axis[axis] + seconds, send)
+    update = 2 * cost.memory.get("optimizer", 0.0) / hardware.memory_bandwidth
+    parts = cost.flops / hardware.flops, send, update
+    # Simulated devices share the cores of a machine, so that none computes while it sends.
+    bound = sum(parts) if hardware.topology.kind == "cpu" else max(parts)
+    return StepTime(*parts, by_mesh_axis, bound)

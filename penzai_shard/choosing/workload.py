@@ -16,7 +16,7 @@ from penzai import pz
 
 from penzai_shard.arrays.kinds import device_dtype, is_array
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
-from penzai_shard.errors import Problems, RuleTypeError, ShardingError, check_arguments
+from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 from penzai_shard.layouts.axis_roles import axes_of_role
 from penzai_shard.layouts.layout import Layout
 from penzai_shard.meshes import make_mesh
@@ -27,7 +27,6 @@ from penzai_shard.training.model_parts import split_model
 from penzai_shard.training.step import RESERVED
 from penzai_shard.training.train_state import TrainState
 
-_HEADLINE = "choose_layout cannot read what it was given:"
 _REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -105,6 +104,7 @@ def read_workload(
     plain_arrays: bool = False,
     names: Mapping[str, Any] | None = None,
     blocks: Any = None,
+    problems: Problems | None = None,
 ) -> Workload:
     """Reads the arguments of ``choose_layout`` that say what is computed.
 
@@ -118,6 +118,7 @@ def read_workload(
         plain_arrays: As for ``TrainState.initial_state``.
         names: As ``Layout.names``.
         blocks: As ``Layout.blocks``.
+        problems: What is wrong in other arguments.
 
     Raises:
         RuleTypeError: They cannot be read; all that is wrong is in it.
@@ -131,7 +132,7 @@ def read_workload(
     'batch 8'
     """
     check_tree("choose_layout", model)
-    problems = Problems(_HEADLINE)
+    problems = Problems("choose_layout cannot read its workload:") if problems is None else problems
     leaves, form = flatten(model)
     if isinstance(model, TrainState) or not leaves:
         what = f"a {type(model).__name__} is no model with arrays"
@@ -252,7 +253,9 @@ def _check_names(leaves: Any, problems: Problems) -> None:
 # What is tried
 
 
-def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any) -> dict[str, Any]:
+def read_options(
+    compiled: Any, microbatches: Any, rematerialise: Any, keep: Any, problems: Problems
+) -> dict[str, Any]:
     """Reads the arguments of ``choose_layout`` that say what is tried.
 
     Args:
@@ -260,12 +263,10 @@ def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any
         microbatches: The numbers of microbatches to try.
         rematerialise: The policies to try.
         keep: What is decided: logical axis to mesh axis, to several, or to None.
+        problems: Gets what is wrong.
 
     Returns:
         The options of ``make_candidates``.
-
-    Raises:
-        RuleTypeError: They cannot be read; all that is wrong is in it.
     """
     options = {"microbatches": microbatches, "rematerialise": rematerialise, "keep": keep}
     kept = keep.values() if isinstance(keep, Mapping) else ()
@@ -278,7 +279,9 @@ def read_options(compiled: Any, microbatches: Any, rematerialise: Any, keep: Any
         "rematerialise": (rematerialise, are_policies, "rematerialise=(None, 'dots')"),
         "keep": (keep, are_kept, f"keep={example}"),
     }
-    check_arguments("choose_layout", checks)
+    for name, (value, is_right, fix) in checks.items():
+        if not is_right:
+            problems.add(name, f"it cannot be {reprlib.repr(value)}", f"Write {fix}.")
     return options
 
 

@@ -13,7 +13,7 @@ from penzai_shard.arrays.inputs import make_struct
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.workload import read_options, read_workload
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import Problems, RuleTypeError
 from tests.choosing.models import LIBRARIES, build_dict, make_weights
 from tests.models import penzai_mlp
 from tests.refusals import problem_paths, problems_of, refused
@@ -146,19 +146,23 @@ def test_read_workload_names_a_mistake(mistake):
 )
 def test_read_options_names_a_mistake(name, given):
     options = {"compiled": 1, "microbatches": (1,), "rematerialise": (None,), "keep": None}
-    assert read_options(**options) == {x: options[x] for x in options if x != "compiled"}
-    (problem,) = problems_of(RuleTypeError, read_options, **options | {name: given})
+    problems = Problems("")
+    read_options(**options | {name: given}, problems=problems)
+    (problem,) = problems
     assert problem.path == name
     # What the fix says can be read.
     written = eval(f"dict({problem.fix.removeprefix('Write ').removesuffix('.')})")
-    assert read_options(**options | written)
+    right = Problems("")
+    found = read_options(**options | written, problems=right)
+    assert found == {x: (options | written)[x] for x in options if x != "compiled"}
+    assert not len(right)
 
 
 def test_choose_layout_names_mistakes_of_all_its_arguments_at_once():
-    given = {"devices": 8, "hardware": 8, "batch": 8, "compiled": 0, "keep": "model"}
+    given = {"devices": 8, "batch": 8, "compiled": 0, "keep": "model"}
     state = pzs.TrainState.initial_state(penzai_mlp(), optax.adam(1e-3), jax.random.key(0))
     paths = problem_paths(RuleTypeError, pzs.choose_layout, state, 3, "adam", **given)
-    assert paths == ["model", "loss_fn", "optimizer", "hardware", "compiled", "keep"]
+    assert paths == ["compiled", "keep", "devices", "model", "loss_fn", "optimizer"]
 
 
 # Models without names
