@@ -150,7 +150,7 @@ class Structure:
         self.variables = tuple(walk.variables)
         self.empty = tuple(x for x in walk.problems if x.kind == "empty")
         # Beside its variables a model that they were taken out of is whole.
-        self.problems = tuple(x for x in walk.problems if not walk.leaves or x not in self.empty)
+        self.problems = tuple(x for x in walk.problems if not walk.leaves or x.kind != "empty")
         # Functions and settings of two builds may hash differently and be equal all the same.
         self._hash = hash((self.paths, tuple(path for path, _ in self.statics)))
 

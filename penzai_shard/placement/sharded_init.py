@@ -213,7 +213,9 @@ def _enter_contexts() -> contextlib.AbstractContextManager[Any]:
 def _check_complete(leaves: Sequence[Leaf], structure: Structure) -> None:
     """Refuses parameters without values: those of the first API, and those made without a key."""
     problems = Problems("the initialiser left parameters without a value:")
-    problems.extend(structure.empty)
+    # Beside its variables a model that they were taken out of is whole.
+    held = {leaf.path for leaf in leaves}
+    problems.extend(place for place in structure.empty if place.path not in held)
     for leaf in leaves:
         if is_struct(leaf.value):
             fix = "Write initialize_parameters_sharded(model, key, mesh, rules)."

@@ -168,6 +168,14 @@ def test_sharded_init_warns_of_random_streams_that_stay_where_they_are():
     pzs.sharded_init(lambda: NnxBlock(nnx.Rngs(0)), **given)
 
 
+def test_sharded_init_makes_a_model_beside_its_variables():
+    options = {"mesh": MESH, "rules": RULES, **RELAXED}
+    model, variables = pzs.sharded_init(lambda: pz.unbind_variables(counted_mlp()), **options)
+    x = pz.nx.ones({"features": 8})
+    found = pz.bind_variables(model, variables)(x).data_array
+    np.testing.assert_allclose(found, counted_mlp()(x).data_array, atol=1e-6)
+
+
 def test_abstract_model_makes_what_is_no_parameter():
     abstract, model = pzs.abstract_model(counted_mlp), counted_mlp()
     restored = pzs.with_params(abstract, pzs.param_dict(model))
