@@ -193,7 +193,9 @@ class TrainingLoop:
         self._end()
         if is_ended and batch is None and last is not None and not is_stopping():
             what = f"they ended after step {self.done} of {last}"
-            fix = "Go on by fit(error.state, step, itertools.cycle(batches)), or write steps=None."
+            # A run that goes on from a checkpoint calls what makes its batches anew.
+            again = "lambda: itertools.cycle(batches)"
+            fix = f"Go on by fit(error.state, step, {again}), or write steps=None."
             problem = Problem("batches", what, fix)
             raise errors.TrainingStoppedError("fit has no batches left:", [problem])
 
@@ -268,12 +270,17 @@ class TrainingLoop:
         numbers = {**numbers, "loss": record.loss, "evaluation": record.evaluation}
         metrics = read_numbers(numbers)
         extra = {"batches": self.position._asdict()}
-        # What is saved between evaluations may lack the metric of the best.
-        if self.given["best"] and self.evaluate and record.evaluation is None:
-            metrics.setdefault(self.given["best"][0], math.nan)
-        self.manager.save(self.done, self.state, metrics, extra=extra)
+        # What is saved between evaluations may lack the metric of the best. Where it never comes,
+        # the state is saved first: a wrong name must not cost a run its last steps.
+        best = self.given["best"] and self.given["best"][0]
+        missing = {best: math.nan} if best and best not in metrics else {}
+        self.manager.save(self.done, self.state, metrics | missing, extra=extra)
         self.saved = self.done
         self._pace.skip()
+        if missing and (record.evaluation is not None or self.evaluate is None):
+            what = f"no step has the metric {best!r}; there are {[*metrics]}"
+            problem = Problem("best", what, "Name one of these in best=.")
+            raise errors.RuleTypeError("fit:", [problem])
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -278,7 +278,9 @@ def test_fit_keeps_regular_and_best_checkpoints(tmp_path):
 
 def test_fit_refuses_a_metric_that_never_comes(tmp_path):
     options = {"checkpoint": tmp_path, "save_every": 2, "best": ("accuracy", "max")}
-    assert stop(pzs.CheckpointWriteError, **options) == ("metrics", 2)
+    assert stop(pzs.RuleTypeError, **options) == ("best", 2)
+    # A wrong name costs no steps.
+    assert CheckpointManager(tmp_path).latest == 2
 
 
 # What ends a run
