@@ -53,7 +53,7 @@ def test_blocks_print_what_stands_below_them(page, tmp_path, monkeypatch):
     # What a page imports from its folder, and a command from its file.
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "argv", sys.argv)
-    inputs._run_file.cache_clear()
+    inputs._import_file.cache_clear()
     namespace = {"__name__": "page"}
     for kind, code, text in BLOCK.findall((ROOT / page).read_text()):
         if kind == "sh" and not text:

@@ -2,9 +2,9 @@
 
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
-import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def read_object(reference: str) -> Any:
     is_file = place.endswith(".py")
     if is_file and not pathlib.Path(place).is_file():
         raise make_error(f"there is no file {place!r}", "Write the path of a file.")
-    module = run_user_code(place, lambda: _run_file(place) if is_file else _import_module(place))
+    module = run_user_code(place, lambda: _import_file(place) if is_file else _import_module(place))
     if not hasattr(module, name):
         near = nearest(name, vars(module)) or "name"
         raise make_error(f"{place} has no {name!r}", f"Write {place}:{near}.")
@@ -101,11 +101,17 @@ def _import_module(name: str) -> types.ModuleType:
 
 
 @functools.cache
-def _run_file(path: str) -> types.SimpleNamespace:
+def _import_file(path: str) -> types.ModuleType:
     # It may import its neighbours. Its own name may be that of a library.
     sys.path.insert(0, str(pathlib.Path(path).parent))
-    name = f"penzai_shard_model_{pathlib.Path(path).stem}"
-    return types.SimpleNamespace(**runpy.run_path(path, run_name=name))
+    spec: Any = importlib.util.spec_from_file_location(
+        f"penzai_shard_model_{pathlib.Path(path).stem}", path
+    )
+    module = importlib.util.module_from_spec(spec)
+    # There dataclasses and pickle look for it, also when its functions are called later.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_mesh(text: str) -> AnyMesh:

@@ -19,7 +19,7 @@ def run(tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     for name, text in getattr(request.module, "FILES", {}).items():
         (tmp_path / name).write_text(text)
-    inputs._run_file.cache_clear()
+    inputs._import_file.cache_clear()
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["penzai-shard", *arguments])

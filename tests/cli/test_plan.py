@@ -7,13 +7,27 @@ import pytest
 from tests.pretrained.models import CONFIGS
 
 MODEL = """
+from __future__ import annotations
+import dataclasses
+import pickle
 import jax
 from penzai import pz
 
 RULES = [("embed", "data"), ("mlp", "model")]
 
 
+class Config:
+    pass
+
+
 def build():
+    # Both look the module of this file up.
+    pickle.dumps(Config())
+
+    @dataclasses.dataclass
+    class Options:
+        size: int = 64
+
     return {"up": pz.nx.ones({"embed": 64, "mlp": 256}), "bias": pz.nx.ones({"mlp": 6})}
 
 
