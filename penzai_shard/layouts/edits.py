@@ -152,8 +152,11 @@ class RecipeMaker:
                 problems.add(option, what, "Write blocks=()." if option == "blocks" else fix)
         problems.raise_if_any(RuleTypeError)
         # Layers of Penzai's first API are none that an edit gathers for.
-        is_first_api = "penzai.deprecated" in str(type(self.model).mro())
-        gathers = is_first_api or (self._is_pinned and self._gathering is not None)
+        is_first_api = any(
+            "penzai.deprecated" in kind.__module__ for kind in type(self.model).mro()
+        )
+        gathers = self._is_pinned and self._gathering is not None
+        gathers |= is_first_api and any(rule.mesh_axes for rule in layout.parameters.rules)
         if layout.blocks is None and (gathers or self.found.split_in_layers):
             # Otherwise gradients are summed, and there is one way to do that.
             fact = f"a layout knows no layers of the {name}: the compiler decides where it reduces"

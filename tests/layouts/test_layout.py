@@ -281,6 +281,8 @@ def test_a_model_whose_layers_reduce_where_the_compiler_decides_warns():
 def test_a_model_of_the_first_api_warns_where_all_of_it_stays_whole():
     with pytest.warns(pzs.ShardingWarning, match="blocks=()"):
         assert not Layout.fully_sharded().recipe(mlp_v1(), EIGHT).edits
+    # There is one way to sum gradients, and nothing to gather.
+    assert not Layout.data_parallel().recipe(mlp_v1(), EIGHT).edits
 
 
 # Building
