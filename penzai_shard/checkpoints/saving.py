@@ -114,8 +114,10 @@ def refuse_existing(
     """
     is_empty = final.is_dir() and not any(final.iterdir())
     if os.path.lexists(final) and not (overwrite and (is_empty or is_ours(final))):
-        fix = "Save to another path, or write overwrite=True, which replaces what was saved so."
-        refuse_save(final, "something is there", fix)
+        what, fix = "something is there", "Save to another path, or write overwrite=True."
+        if overwrite:
+            what, fix = "not all that is there was saved so", "Save to another path."
+        refuse_save(final, what, fix)
 
 
 def _with_value(leaf: Leaf, value: Any) -> Leaf:

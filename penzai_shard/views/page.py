@@ -75,7 +75,7 @@ def report(
         The file. The same input gives the same bytes.
 
     Raises:
-        RuleTypeError: There is no mesh, no model or no step.
+        RuleTypeError: There is no mesh, no model or no step, or the path is a folder.
         MeshError: The step is on another mesh.
         OSError: The file cannot be written.
         ShardingError: As ``compile_step``.
@@ -94,6 +94,7 @@ def report(
     arguments.check_tree("report", model)
     # Before a step is compiled, which may take minutes.
     file = pathlib.Path(path)
+    errors.check_arguments("report", {"path": (path, not file.is_dir(), "path='report.html'")})
     file.parent.mkdir(parents=True, exist_ok=True)
 
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": "replicate"}

@@ -20,7 +20,7 @@ from tests.layouts.transformers import build_llama, loss_fn
 MESH = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
 LAYOUT = pzs.Layout.two_dimensional(min_size=0)
 HOSTILE = "<script>alert(1)</script><img src=x>\x1b[31m"
-UNWRITABLE = (".", "report.html/page.html", "/proc/page.html", "a" * 300)
+UNWRITABLE = ("report.html/page.html", "/proc/page.html", "a" * 300)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -130,6 +130,7 @@ def test_mistake_is_refused_and_the_page_before_stays(tmp_path, monkeypatch):
         (RuleTypeError, lambda: write({"data": 4}, {})),
         (RuleTypeError, lambda: write(MESH, {}, tokens=1)),
         (RuleTypeError, lambda: write(MESH, {}, "no step")),
+        (RuleTypeError, lambda: write(MESH, {}, path=".")),
         (MeshError, lambda: write(other, {}, trained()[1])),
         (MeshError, lambda: write(MESH, {}, lambda x: x, 1.0)),
     ):
