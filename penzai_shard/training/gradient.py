@@ -206,7 +206,7 @@ def _call_loss(
     after = {"state_vars": state_vars, "loss_fn_state": new_state}
     # As far as JAX keeps account of it.
     for leaf in leaves_of(after):
-        if axes := tuple(sorted(varying_axes(leaf.value))):
+        if axes := tuple(sorted(varying_axes(leaf.value).intersection(call.manual_axes))):
             what = f"it differs along {axes}, as each device sees examples of its own"
             problems.add(leaf.path, what, f"Average it: jax.lax.pmean(value, {axes}).")
     problems.raise_if_any(ShardingError)

@@ -235,6 +235,19 @@ def test_fixed_arrays_stay_and_the_state_of_the_loss_goes_on():
     assert cases.count_programs(step) == 1
 
 
+def test_state_of_the_loss_may_differ_between_the_replicas_of_a_shard_map_around_the_step():
+    def loss(model, rng, state, x):
+        return cases.mean_square(x @ model["w"]), {"n": state["n"] + 1}, {}
+
+    def run(n):
+        state = initial({"w": jnp.asarray(W)}, loss_fn_state={"n": n})
+        return pzs.build_train_step_fn(loss)(state, x=X)[0].loss_fn_state["n"]
+
+    over = {"in_specs": P("data"), "out_specs": P("data")}
+    found = jax.shard_map(run, mesh=pzs.make_mesh({"data": 8}), **over)(jnp.arange(8))
+    np.testing.assert_array_equal(found, jnp.arange(8) + 1)
+
+
 def test_plain_arrays():
     box = linen.LogicallyPartitioned(jnp.ones(8), ("in",))
     is_named = {}
