@@ -171,6 +171,7 @@ def fit(
     state, position, saved = _find_start(state, step, manager, steps, resume, progress)
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
         loop = TrainingLoop(given, state, position, saved, bar, manager, evaluating)
+        del state  # Of a run that goes on, all that was restored would stay in memory.
         items = draw("batches", batches, position, most=steps and steps - loop.done)
         try:
             stops, feed = stop_requests(stop_event), BatchFeed(items, prefetch)
