@@ -36,9 +36,8 @@ BUDGETS = {
     "choosing": 1927,
     "cli": 425,
 }
-# Without the tolerance of rooms. The package was meant to have 20,000: choosing, with the bound
-# that it gives with a layout, is 700 lines longer than was thought.
-PACKAGE_BUDGET, TESTS_BUDGET = 20_550, 18_000
+# Without the tolerance of rooms.
+PACKAGE_BUDGET, TESTS_BUDGET, MODULES_BUDGET = 20_000, 18_000, 155
 TOLERANCE = 1.05
 MOST_FUNCTION_LINES, MOST_FILE_LINES, MOST_MODULES = 60, 500, 18
 
@@ -92,6 +91,7 @@ def main(root: pathlib.Path) -> int:
     # A room that the table does not name has no lines.
     rows = [(room, rooms[room], BUDGETS.get(room, 0), TOLERANCE) for room in BUDGETS | rooms]
     rows += [("package", rooms.total(), PACKAGE_BUDGET, 1), ("tests", tests, TESTS_BUDGET, 1)]
+    rows += [("modules", modules.total(), MODULES_BUDGET, 1)]
     for room, count, budget, tolerance in rows:
         mark = "  over budget" if count > budget * tolerance else ""
         print(f"{room:14}{count:7,} of {budget:6,}{mark}")
