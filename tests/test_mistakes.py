@@ -134,7 +134,7 @@ MISTAKES = [
     # Plans
     ("plan_as_rules", RuleTypeError, "", "place(tree, mesh, plan)", "place(tree, mesh, plan=plan)"),
     ("rules_as_plan", RuleTypeError, "plan", "place(tree, plan=rules)", "place(tree, FIX)"),
-    ("plan_with_rules", RuleTypeError, "rules and options beside a plan",
+    ("plan_with_rules", RuleTypeError, "rules and options with a plan",
      "place(tree, plan, rules)", "place(tree, plan)"),
     ("plan_for_another_mesh", MeshError, "",
      "place(tree, mesh=make_mesh({'data': 8}), plan=plan)", "place(tree, FIX)"),

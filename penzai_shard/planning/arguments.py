@@ -83,7 +83,7 @@ def read(
     checks = {
         "rules under two names": (both, is_one, "rules=AxisRules(first) | second"),
         "plan": (plan, is_plan, "plan=make_plan(tree, mesh, rules)"),
-        "rules and options beside a plan": (decided, is_alone, "the plan by itself"),
+        "rules and options with a plan": (decided, is_alone, "plan=plan without them"),
         "mesh": (mesh, is_mesh, "mesh=make_mesh({'data': 4, 'model': 2})"),
     }
     check_arguments(called, checks)
