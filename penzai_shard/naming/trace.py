@@ -127,7 +127,8 @@ def trace_call(
 def _check_function(function: Any, params: Any, problems: Problems) -> None:
     fix = "Write lambda params, *inputs: params(*inputs), and give the model as params."
     if isinstance(function, type) or not callable(function) or leaves_of(function):
-        what = f"a {type(function).__name__} is no function of weights, or holds its own"
+        name = getattr(function, "__name__", type(function).__name__)
+        what = f"{name} is no function of weights, or holds its own"
         problems.add("function", what, fix, "no function")
     if refusal := find_refusal(params):
         problems.add("params", *refusal, kind="no arrays")

@@ -50,7 +50,7 @@ def model_of_config(
         upcast_activations: Whether it computes with float32, whatever its parameters are.
 
     Returns:
-        The model that ``load_safetensors`` makes of the weights, frozen, with
+        The model that ``load_safetensors`` makes of weights of this dtype, frozen, with
         ``jax.ShapeDtypeStruct`` in place of arrays.
 
     Raises:
