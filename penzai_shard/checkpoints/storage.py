@@ -247,7 +247,8 @@ def _open_objects(url: str, act: str, error: Callable[..., Exception]) -> Iterat
         raise
     except Exception as reason:  # TensorStore raises whatever its drivers raise.
         # Of what is not there TensorStore says nothing else.
-        what = f"{act} fails: {shorten(reason) or 'nothing is there'}"
+        said = "nothing is there" if isinstance(reason, KeyError) else shorten(reason)
+        what = f"{act} fails: {said}"
         fix = "Write the url that saving returned, or give permission there."
         raise error("the object store:", [errors.Problem(url, what, fix)]) from reason
 

@@ -141,8 +141,9 @@ def test_restore_params_by_url(tmp_path):
     (path / "_CHECKPOINT_METADATA").write_text("{}")
     refused(pzs.CheckpointDamagedError, pzs.restore_params, url, arrays)
     (path / "penzai_shard").unlink()
-    for wrong in (url, "nothing://bucket/a"):
-        refused(pzs.CheckpointNotFoundError, pzs.restore_params, wrong, arrays)
+    problems = refused(pzs.CheckpointNotFoundError, pzs.restore_params, url, arrays)
+    assert "nothing is there" in problems[url].what
+    refused(pzs.CheckpointNotFoundError, pzs.restore_params, "nothing://bucket/a", arrays)
     refused(pzs.CheckpointWriteError, pzs.save_params, "nothing://bucket/a", arrays)
 
 
