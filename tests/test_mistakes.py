@@ -13,6 +13,7 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from penzai import pz
+from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models import simple_mlp
 
 import penzai_shard as pzs
@@ -53,7 +54,7 @@ abstract_mesh = AbstractMesh((4, 2), ("data", "model"))
 model, plan = build_mlp(jax.random.key(0)), pzs.make_plan(tree, mesh, rules)
 first, second = {"embed": "data"}, {"mlp": "model"}
 module, x = linen.Dense(4), np.ones((8, 8), np.float32)
-definition, key = MODELS["uninitialized v1 mlp"](), jax.random.key(0)
+first_api, definition, key = pz_v1, MODELS["uninitialized v1 mlp"](), jax.random.key(0)
 sgd = optax.sgd(1.0)
 graphdef, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 sharding = NamedSharding(mesh, PartitionSpec())
@@ -100,8 +101,8 @@ MISTAKES = [
      "make_plan(tree, mesh, {'embed': 'tensor'})", "make_plan(tree, mesh, {'embed': FIX[0]})"),
     ("rule_turned_round", MeshError, "",
      "make_plan(tree, mesh, {'model': 'mlp'})", "make_plan(tree, mesh, {'mlp': 'model'})"),
-    ("preset_not_called", RuleTypeError, "",
-     "make_plan(tree, mesh, data_parallel)", "make_plan(tree, mesh, data_parallel())"),
+    ("preset_not_called", RuleTypeError, "rules",
+     "make_plan(tree, mesh, data_parallel)", "make_plan(tree, mesh, FIX)"),
     ("preset_with_another_option", RuleTypeError, "", "fully_sharded(unnamed='all')", "FIX"),
     ("preset_without_mesh_axis", RuleTypeError, "", "fully_sharded(None)", "FIX"),
     ("preset_with_negative_size", RuleTypeError, "", "fully_sharded(min_size=-1)", "FIX"),
@@ -119,10 +120,10 @@ MISTAKES = [
      "make_plan({'mask': x}, mesh, {})",
      "[make_plan(FIX, mesh, {}) for tree in [{'mask': x}]]"),
     # Arguments
-    ("rules_under_both_names", RuleTypeError, "rules under two names",
+    ("rules_under_both_names", RuleTypeError, "rules",
      "make_plan(tree, mesh, first, axis_name_to_mesh_name=second)", "make_plan(tree, mesh, FIX)"),
-    ("mesh_and_rules_swapped", RuleTypeError, "mesh",
-     "make_plan(tree, rules, mesh)", "make_plan(tree, FIX, rules=rules)"),
+    ("mesh_and_rules_swapped", RuleTypeError, "rules",
+     "make_plan(tree, rules, mesh)", "make_plan(tree, FIX)"),
     ("tree_and_mesh_swapped", RuleTypeError, "mesh",
      "make_plan(mesh, tree, rules)", "make_plan(tree, FIX, rules=rules)"),
     ("sizes_as_mesh", RuleTypeError, "mesh",
@@ -132,10 +133,10 @@ MISTAKES = [
      "make_plan(tree, mesh, rules, on_indivisible=True)",
      "[make_plan(tree, mesh, rules, on_indivisible=word) for word in (FIX)]"),
     # Plans
-    ("plan_as_rules", RuleTypeError, "", "place(tree, mesh, plan)", "place(tree, mesh, plan=plan)"),
+    ("plan_as_rules", RuleTypeError, "rules",
+     "place(tree, mesh, plan)", "place(tree, mesh=mesh, FIX)"),
     ("rules_as_plan", RuleTypeError, "plan", "place(tree, plan=rules)", "place(tree, FIX)"),
-    ("plan_with_rules", RuleTypeError, "rules and options with a plan",
-     "place(tree, plan, rules)", "place(tree, plan)"),
+    ("plan_with_rules", RuleTypeError, "plan", "place(tree, plan, rules)", "place(tree, plan)"),
     ("plan_for_another_mesh", MeshError, "",
      "place(tree, mesh=make_mesh({'data': 8}), plan=plan)", "place(tree, FIX)"),
     ("plan_of_a_larger_tree", PlanError, "down",
@@ -178,7 +179,7 @@ MISTAKES = [
      "sharded_init(build_mlp, key, mesh=mesh, rules={})"),
     ("definition_of_penzais_first_api_as_initializer", RuleTypeError, "",
      "sharded_init(definition, mesh=mesh, rules={})",
-     "initialize_parameters_sharded(definition, key, mesh, {})"),
+     "(lambda pz, model: sharded_init(FIX, mesh=mesh, rules={}))(first_api, definition)"),
     ("model_as_function_of_abstract_model", RuleTypeError, "", "abstract_model(model)", "FIX"),
     ("initializer_without_key", ShardingError, "mlp/Affine_0/Linear.weights",
      "sharded_init(build_mlp, mesh=mesh, rules={})",
@@ -188,6 +189,8 @@ MISTAKES = [
      "Layout.zero1().build(build_mlp, FIX, mesh=mesh, loss_fn=build, optimizer=sgd, rng=key)"),
     ("mesh_by_position", RuleTypeError, "",
      "sharded_init(build, mesh, rules)", "sharded_init(build, FIX, rules=rules)"),
+    ("option_one_letter_off", RuleTypeError, "rule",
+     "sharded_init(build, mesh=mesh, rule=rules)", "sharded_init(build, mesh=mesh, FIXrules)"),
     ("initializer_on_abstract_mesh", MeshError, "",
      "sharded_init(build, mesh=abstract_mesh, rules=rules)",
      "sharded_init(build, mesh=FIX, rules=rules)"),

@@ -28,7 +28,7 @@ from penzai_shard.reports.report import Column, Report
 
 _Records = Mapping[str, ArrayRecord]
 
-# Each holds the values of one array.
+# Of so many arrays values are in memory at once, at most.
 _MOST_THREADS = 8
 _GOOD = ("ok", "unchecked")
 _PATH, _SIZE = Column("path", "path"), Column("size", "bytes")

@@ -153,9 +153,7 @@ def fit(
     >>> losses
     [3.0, 0.75, 0.1875]
     """
-    given = dict(locals())
-    _check(given)
-    del given["state"]  # What it holds would stay in memory.
+    _check(locals())
     place = shard_batch or (lambda batch: batch)
     if mesh is not None:
         place = functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)
@@ -170,7 +168,9 @@ def fit(
     # Before there is a bar: the one of the restore would be drawn into it.
     state, position, saved = _find_start(state, step, manager, steps, resume, progress)
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
-        loop = TrainingLoop(given, state, position, saved, bar, manager, evaluating)
+        when = steps, log_every, save_every, evaluate_every
+        others: Any = on_log, loss, allow_nonfinite, manager, best, evaluating
+        loop = TrainingLoop(step, state, position, saved, bar, *when, *others)
         del state  # Of a run that goes on, all that was restored would stay in memory.
         items = draw("batches", batches, position, most=steps and steps - loop.done)
         try:

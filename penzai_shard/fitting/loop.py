@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -137,22 +137,38 @@ class TrainingLoop:
     """The steps of a run, and what it does besides.
 
     Attributes:
-        given: The arguments of ``fit`` by name, but for the state.
+        step: The train step.
         state: The train state after the last step that was dispatched, the first one to begin with.
         position: Where the run is in its batches.
         saved: The step of the newest checkpoint.
         bar: Shows how far the run is.
+        last: The number of the last step; None goes on until the batches end.
+        log_every: After how many steps to make a record.
+        save_every: After how many steps to save; None saves only at the end.
+        evaluate_every: After how many steps to evaluate, and after the last.
+        on_log: Takes the records.
+        loss: The key of the loss in what a step reports; None if it has none.
+        allow_nonfinite: Whether the loss may be infinite or not a number.
         manager: Where to save; None saves nothing.
+        best: What the manager takes for the best.
         evaluate: Evaluates a state; None where there is nothing to evaluate.
         done: The number of the last step that was dispatched.
     """
 
-    given: Mapping[str, Any]
+    step: Any
     state: TrainState
     position: Position
     saved: int | None
     bar: Bar
+    last: int | None
+    log_every: int | None
+    save_every: int | None
+    evaluate_every: int | None
+    on_log: Callable[[LogRecord], Any] | None
+    loss: str | None
+    allow_nonfinite: bool
     manager: Any
+    best: Any
     evaluate: Any
 
     def __post_init__(self) -> None:
@@ -171,7 +187,7 @@ class TrainingLoop:
             Exception: What the iterator of batches raised. In all cases but that of the loss the
                 state was saved before.
         """
-        last, is_ended = self.given["steps"], False
+        last, is_ended = self.last, False
         self.bar.advance(self.done)
         if self.saved is not None:
             self.bar.show(f"resumed from {self.manager.path}, {self.position.used} batches used")
@@ -211,8 +227,8 @@ class TrainingLoop:
     def _do(self, batch: Batch) -> None:
         """Gives one step to the devices, and reads what the one before it reported."""
         if self.done == self._start:
-            _warn_if_not_placed(self.state, self.given["step"], batch)
-        returned = self.given["step"](self.state, **batch.inputs)
+            _warn_if_not_placed(self.state, self.step, batch)
+        returned = self.step(self.state, **batch.inputs)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         is_right = is_pair and isinstance(returned[0], TrainState)
         fix = "step=build_train_step_fn(loss_fn)"
@@ -220,9 +236,9 @@ class TrainingLoop:
         self.state, report = returned
         self.done += 1
         self.position = batch.position
-        loss = find_loss(report, self.given["loss"])
+        loss = find_loss(report, self.loss)
         self._unread.append((self.done, batch.tokens, report, loss, self.state.step))
-        saves = _is_due(self.given["save_every"], self.done)
+        saves = _is_due(self.save_every, self.done)
         self._read(0 if saves or self._is_evaluated(self.done) else 1)
         if saves:
             self._save()
@@ -235,13 +251,13 @@ class TrainingLoop:
             self.bar.advance()
             self._pace.end_step(tokens)
             value = None if loss is None else float(np.asarray(loss).item())
-            if not (value is None or math.isfinite(value) or self.given["allow_nonfinite"]):
+            if not (value is None or math.isfinite(value) or self.allow_nonfinite):
                 saved = f"; step {self.saved} is saved" if self.saved else ""
                 fix = "Write optax.clip_by_global_norm(1.0), or allow_nonfinite=True."
                 problem = Problem("loss", f"it is {value} at step {number}{saved}", fix)
                 raise errors.NonFiniteLossError("training diverged:", [problem])
             # If all are read, the state is that after this step.
-            if not self._unread or _is_due(self.given["log_every"], number):
+            if not self._unread or _is_due(self.log_every, number):
                 self._log(number, value, report)
 
     def _log(self, number: int, loss: float | None, report: Any) -> None:
@@ -250,12 +266,12 @@ class TrainingLoop:
         metrics, pace = copy_to_host(report), self._pace.take()
         self._record = record = LogRecord(number, loss, metrics, *pace, evaluation)
         self.bar.show(str(record))
-        if self.given["on_log"] is not None:
-            self.given["on_log"](record)
+        if self.on_log is not None:
+            self.on_log(record)
 
     def _is_evaluated(self, step: int) -> bool:
-        is_last = self.evaluate is not None and step == self.given["steps"]
-        return is_last or _is_due(self.given["evaluate_every"], step)
+        is_last = self.evaluate is not None and step == self.last
+        return is_last or _is_due(self.evaluate_every, step)
 
     def _end(self) -> None:
         """Reads and saves what was not yet."""
@@ -272,7 +288,7 @@ class TrainingLoop:
         extra = {"batches": self.position._asdict()}
         # What is saved between evaluations may lack the metric of the best. Where it never comes,
         # the state is saved first: a wrong name must not cost a run its last steps.
-        best = self.given["best"] and self.given["best"][0]
+        best = self.best and self.best[0]
         missing = {best: math.nan} if best and best not in metrics else {}
         self.manager.save(self.done, self.state, metrics | missing, extra=extra)
         self.saved = self.done

@@ -8,10 +8,12 @@ Source: Lepikhin et al. 2020, "GShard"; ``jax.lax.with_sharding_constraint``.
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from penzai import pz
 
@@ -19,7 +21,7 @@ from penzai_shard import specs
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import is_traced
 from penzai_shard.arrays.structure import flatten
-from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError
+from penzai_shard.errors import MeshError, PlanError, Problem, Problems, RuleTypeError
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, mesh_text, on_auto_twin
@@ -67,17 +69,22 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
             **side_inputs: Not used.
 
         Raises:
+            PlanError: An array cannot lie so.
+            RuleTypeError: The tree does not begin as that of the shardings.
             MeshError: An array is on other devices than the constraint.
             ShardingError: An array is deleted, or a shape.
-            ValueError: The tree does not begin as that of the shardings, or an array cannot lie so,
-                as JAX says.
         """
         # As JAX takes the tree apart, since a tree of shardings is written for JAX.
         keyed, tree_definition = jax.tree_util.tree_flatten_with_path(tree)
         definition: Any = tree_definition
         paths, values = [path_text(path) for path, _ in keyed], [value for _, value in keyed]
         given = on_auto_twin(self.sharding)
-        whole = jax.tree.broadcast(given, tree, is_leaf=lambda x: x is None)
+        try:
+            whole = jax.tree.broadcast(given, tree, is_leaf=lambda x: x is None)
+        except ValueError as error:
+            what = f"the tree has {reprlib.repr(paths)}, and the shardings are another tree"
+            problem = Problem("", what, "Give one sharding, or a tree like that of the arrays.")
+            raise RuleTypeError("ConstrainSharding:", [problem]) from error
         pinned = _pin("ConstrainSharding", paths, values, definition.flatten_up_to(whole))
         return definition.unflatten(pinned)
 
@@ -226,7 +233,6 @@ def _pin(
     called: str, paths: Sequence[str], values: Sequence[Any], shardings: Sequence[Any]
 ) -> list[Any]:
     """Arrays, each where its sharding says; None leaves one where it is."""
-    run_inputs(dict(zip(paths, values, strict=True)), called)
     problems = Problems(f"{called} is for other devices than what flows through it:")
     ambient = jax.sharding.get_abstract_mesh()
     for path, value, sharding in zip(paths, values, shardings, strict=True):
@@ -240,9 +246,18 @@ def _pin(
             what = f"it lies over ({mesh_text(own.mesh)}), not over ({mesh_text(sharding.mesh)})"
             problems.add(path, what, "Place it on that mesh: place(tree, mesh, rules).")
     problems.raise_if_any(MeshError)
+    pinned = []
     with auto_context():
-        pairs = zip(values, shardings, strict=True)
-        return [x if own is None else _pin_array(x, own, ambient) for x, own in pairs]
+        for path, value, sharding in zip(paths, values, shardings, strict=True):
+            try:
+                pinned.append(value if sharding is None else _pin_array(value, sharding, ambient))
+            except (RuntimeError, TypeError, ValueError) as error:
+                # The array may be the reason, as one that is deleted.
+                run_inputs(dict(zip(paths, values, strict=True)), called)
+                what = f"what has shape {np.shape(value)} cannot lie as {sharding}"
+                fix = "Write NamedSharding(mesh, spec): each mesh axis at a dimension it divides."
+                raise PlanError(f"{called}:", [Problem(path, what, fix)]) from error
+    return pinned
 
 
 def _pin_array(value: Any, sharding: Any, ambient: AbstractMesh) -> Any:

@@ -18,13 +18,20 @@ from penzai_shard.planning.planner import warn_of_near_names
 from penzai_shard.rules import AxisRules, Rule
 
 
-class _AskedNames(set[Any]):
-    """A name in rules that is none: Flax compares each name that a model gives with it."""
+class _Listener(str):
+    """A logical axis that equals none. Flax compares it with each that a model names.
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    Nothing else tells which these are: no array has them, and a trace does not keep them.
+
+    Attributes:
+        heard: The logical axes that it was compared with.
+    """
+
+    heard: set[Any]
+    __hash__ = str.__hash__
 
     def __eq__(self, name: object) -> bool:
-        self.add(name)
+        self.heard.add(name)
         return False
 
 
@@ -45,19 +52,22 @@ def compute_by_rules(
 
     @functools.wraps(loss_fn)
     def compute_loss(*args: Any, **inputs: Any) -> Any:
-        asked = _AskedNames({*known, "batch", "seq"})
+        listener = _Listener()
+        listener.heard = {*known, "batch", "seq"}
         with contextlib.ExitStack() as stack:
-            for context in _find_contexts(mesh, rules, asked):
+            for context in _find_contexts(mesh, rules, listener):
                 stack.enter_context(context)
             result = loss_fn(*args, **inputs)
         # The names of a preset are alternatives.
-        warn_of_near_names("compute", AxisRules([x for x in rules if not x.optional]), asked)
+        warn_of_near_names(
+            "compute", AxisRules([x for x in rules if not x.optional]), listener.heard
+        )
         return result
 
     return compute_loss
 
 
-def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule], asked: _AskedNames) -> list[Any]:
+def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule], listener: _Listener) -> list[Any]:
     """The contexts of the libraries that are imported: their rules by name, and the mesh."""
     flax, haliax = (sys.modules.get(name) for name in ("flax.core.spmd", "haliax.partitioning"))
     if flax is None and haliax is None:
@@ -71,7 +81,7 @@ def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule], asked: _AskedNames) -> 
             pairs.append((rule.logical_axis, free[0] if len(free) == 1 else free or None))
     contexts: list[Any] = [] if manual else [jax.sharding.use_abstract_mesh(mesh.abstract_mesh)]
     if flax is not None:
-        contexts.append(flax.logical_axis_rules((*pairs, (asked, None))))
+        contexts.append(flax.logical_axis_rules((*pairs, (listener, None))))
         if linen := sys.modules.get("flax.linen"):
             contexts.append(linen.intercept_methods(_call_without_mesh))
     if haliax is not None:

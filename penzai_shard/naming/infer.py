@@ -1,6 +1,6 @@
 """Infers the logical axes of a function's weights, and says why each is called so.
 
-Classes of dimensions get their names in ``axis_roles``, by what the program does with them, or
+Classes of dimensions get their names in ``roles``, by what the program does with them, or
 from a person. Here dimensions get theirs from the classes that they are the product of.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any
 
 from penzai_shard.errors import Problems, RuleTypeError, SelectionError
-from penzai_shard.naming.axis_roles import name_classes
 from penzai_shard.naming.facts import Facts
+from penzai_shard.naming.roles import name_classes
 from penzai_shard.naming.ties import AxisClass, Parts
 from penzai_shard.naming.trace import OF_TOKENS, AxisNames, CalledArray, trace_call
 from penzai_shard.paths import fold_key, group_paths, matches

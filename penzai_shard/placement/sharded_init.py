@@ -5,6 +5,7 @@ model may be larger than one device, and compiling takes no longer for more laye
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from penzai_shard.arrays.kinds import is_struct
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of, read_variables
 from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError, warn_caller
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, on_auto_twin
+from penzai_shard.paths import nearest
 from penzai_shard.placement.place import check_devices, planned_shardings
 from penzai_shard.placement.run_parts import run_initializer
 from penzai_shard.planning import arguments
@@ -71,7 +73,7 @@ def sharded_init(
     >>> weights.data_array.sharding.spec
     P('data',)
     """
-    _check_initializer("sharded_init", initializer, args)
+    _check_initializer("sharded_init", initializer, args, kwargs)
     options = axis_name_to_mesh_name, on_indivisible, on_unnamed
     request = arguments.read("sharded_init", mesh, rules, *options, plan=plan)
     check_devices(request)
@@ -108,7 +110,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> abstract_model(pz.nx.zeros, {"embed": 4096, "mlp": 14336}).data_array.shape
     (4096, 14336)
     """
-    _check_initializer("abstract_model", initializer, args)
+    _check_initializer("abstract_model", initializer, args, {})
     build, structures = _prepare("abstract_model", initializer, args, kwargs)
     shapes = {i: x.value for i, x in enumerate(leaves_of((args, kwargs))) if is_struct(x.value)}
     with _enter_contexts():
@@ -223,7 +225,7 @@ def _check_complete(leaves: Sequence[Leaf], structure: Structure) -> None:
     problems.raise_if_any(ShardingError)
 
 
-def _check_initializer(called: str, initializer: Any, args: Any) -> None:
+def _check_initializer(called: str, initializer: Any, args: Any, kwargs: Any) -> None:
     """Refuses a model that exists, and a mesh or plan that would be an argument of the model."""
     reason = find_refusal(initializer)
     if reason is not None:
@@ -232,6 +234,9 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
     if not callable(initializer) or leaves or structure.problems:
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
         fix = f"Write {called}(build, ...), or for a model that exists place(model, mesh, rules)."
+        if any(is_struct(leaf.value) for leaf in leaves):
+            # A model of Penzai's first API before it is initialised; place would refuse it, too.
+            fix = "Write lambda: pz.nn.initialize_parameters(model, key)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
     # Other functions of this library take the mesh second, by position.
     given = next((arg for arg in args if isinstance(arg, Mesh | AbstractMesh | ShardingPlan)), None)
@@ -239,3 +244,10 @@ def _check_initializer(called: str, initializer: Any, args: Any) -> None:
         name = "plan" if isinstance(given, ShardingPlan) else "mesh"
         what = f"the {name} is given by position, where arguments of the initialiser stand"
         raise RuleTypeError(f"{called}:", [Problem("", what, f"Name it: {name}={name}.")])
+    # A named argument that the initialiser does not take, and that is nearly one of these.
+    for name in kwargs:
+        near = nearest(name, inspect.signature(sharded_init).parameters)
+        taken = inspect.signature(initializer).parameters.values() if near else ()
+        if near and not any(own.name == name or own.kind is own.VAR_KEYWORD for own in taken):
+            what = "neither the initialiser nor sharded_init has this argument"
+            raise RuleTypeError(f"{called}:", [Problem(name, what, f"Write {near}=.")])

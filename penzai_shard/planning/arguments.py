@@ -6,11 +6,12 @@ mistake is refused here, and nowhere else.
 
 import dataclasses
 import inspect
+import reprlib
 from typing import Any, Literal, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
-from penzai_shard.errors import MeshError, Problem, RuleTypeError, check_arguments
+from penzai_shard.errors import MeshError, Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text, same_devices
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.readers.reader import find_refusal
@@ -72,21 +73,10 @@ def read(
     """
     if isinstance(mesh, ShardingPlan) and plan is None:
         mesh, plan = None, mesh
-    both = rules, axis_name_to_mesh_name
-    is_one = rules is None or axis_name_to_mesh_name is None
+    # The defaults of all that take a plan.
+    has_options = (on_indivisible, on_unnamed) != ("error", "error")
+    _refuse_mistakes(called, mesh, rules, axis_name_to_mesh_name, plan, has_options)
     rules = axis_name_to_mesh_name if rules is None else rules
-    # The defaults of all that take a plan, which has decided already.
-    decided = rules, on_indivisible, on_unnamed
-    is_alone = plan is None or (rules is None and decided[1:] == ("error", "error"))
-    is_mesh = plan is not None if mesh is None else isinstance(mesh, Mesh | AbstractMesh)
-    is_plan = isinstance(plan, ShardingPlan | None)
-    checks = {
-        "rules under two names": (both, is_one, "rules=AxisRules(first) | second"),
-        "plan": (plan, is_plan, "plan=make_plan(tree, mesh, rules)"),
-        "rules and options with a plan": (decided, is_alone, "plan=plan without them"),
-        "mesh": (mesh, is_mesh, "mesh=make_mesh({'data': 4, 'model': 2})"),
-    }
-    check_arguments(called, checks)
     check_option(called, "on_indivisible", on_indivisible, get_args(OnIndivisible))
     check_option(called, "on_unnamed", on_unnamed, get_args(OnUnnamed))
     if plan is None:
@@ -103,6 +93,37 @@ def read(
     # A plan of devices that are not there is one for devices that are.
     plan = plan if mesh is None else plan.on(auto_twin(mesh))
     return Request(called, plan.mesh, plan.rules, plan=plan)
+
+
+def _refuse_mistakes(
+    called: str, mesh: Any, rules: Any, penzais_rules: Any, plan: Any, has_options: bool
+) -> None:
+    given = penzais_rules if rules is None else rules
+    name = getattr(given, "__name__", "")
+    make_mesh = "Write mesh=make_mesh({'data': 4, 'model': 2})."
+
+    # The first of these is told: what follows would mostly come of it.
+    def refuse(is_so: bool, argument: str, what: str, fix: str) -> None:
+        if is_so:
+            raise RuleTypeError(f"{called}:", [Problem(argument, what, fix)])
+
+    both = "rules and axis_name_to_mesh_name are two names of one argument, and both are given"
+    are_two = rules is not None and penzais_rules is not None
+    refuse(are_two, "rules", both, "Give one: rules=AxisRules(first) | second.")
+    is_plan = isinstance(given, ShardingPlan)
+    refuse(is_plan, "rules", "a plan stands in their place", "Give it by name: plan=plan.")
+    is_swapped = isinstance(given, Mesh | AbstractMesh)
+    refuse(is_swapped, "rules", "a mesh stands in their place", "Write mesh=mesh, rules=rules.")
+    fix = "Write plan=make_plan(tree, mesh, rules)."
+    is_none = not isinstance(plan, ShardingPlan | None)
+    refuse(is_none, "plan", f"{reprlib.repr(plan)} is no plan", fix)
+    is_decided = plan is not None and (given is not None or has_options)
+    what = "it has decided already, and rules or options are given too"
+    refuse(is_decided, "plan", what, "Leave them out.")
+    what = f"the function {name} was not called"
+    refuse(inspect.isfunction(given), "rules", what, f"Write {name}().")
+    lacks_mesh = plan is None if mesh is None else not isinstance(mesh, Mesh | AbstractMesh)
+    refuse(lacks_mesh, "mesh", f"a mesh is needed, not {reprlib.repr(mesh)}", make_mesh)
 
 
 def check_tree(called: str, tree: Any) -> None:

@@ -252,4 +252,6 @@ def find_doubts(
 
 def warn_of_near_names(called: str, rules: AxisRules, present: Collection[Hashable]) -> None:
     """Warns of rules for names that are nearly logical axes that there are."""
-    warn_caller(f"{called}: {doubt}" for doubt in find_doubts(rules, present, ()))
+    # The names of a preset are alternatives.
+    needed = AxisRules([rule for rule in rules.rules if not rule.optional])
+    warn_caller(f"{called}: {doubt}" for doubt in find_doubts(needed, present, ()))

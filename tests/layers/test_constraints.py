@@ -92,13 +92,6 @@ def test_layouts_that_cannot_be_are_refused_by_path():
     assert warned[0].filename == __file__
 
 
-def test_shardings_of_jax_are_refused_as_by_jax():
-    split = NamedSharding(AUTO, P(None, "data"))
-    for sharding, x in (({"x": P()}, {"y": X}), (split, jnp.ones((8, 6))), (split, jnp.ones(8))):
-        with pytest.raises(ValueError, match=r"metadata|axis|rank"):
-            pzs.ConstrainSharding(sharding)(x)
-
-
 def test_other_devices_are_refused_by_path():
     first, second = (pzs.make_mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4))
     abstract = pzs.make_mesh({"data": 4}, abstract=True)

@@ -195,6 +195,10 @@ WRONG_USES = [
     ("RuleType", "policy", "'nested'", lambda: ROLLED(STACK, policy="nestd")),
     ("Sharding", "argument", "donation", lambda: ROLLED(STACK)(DELETED)),
     ("RuleType", "sharding", "ByName", lambda: pzs.ConstrainSharding({"x": "data"})),
+    ("RuleType", "", "like", lambda: pzs.ConstrainSharding({"x": P()})({"y": X})),
+    ("Plan", "x", "NamedSharding", lambda: pzs.ConstrainSharding(P("data"))({"x": jnp.ones(8)})),
+    ("Plan", "x", "divides", lambda: SPLIT({"x": jnp.ones((8, 6))})),
+    ("Plan", "0", "divides", lambda: jax.jit(SPLIT)([jnp.ones(8)])),
     ("Sharding", "x", "donation", lambda: SPLIT({"x": DELETED})),
     ("RuleType", "mesh", "make_mesh", lambda: pzs.ConstrainShardingByName(RULES, RULES)),
     ("Mesh", "", "'data'", lambda: pzs.ConstrainShardingByName(AUTO, {"batch": "date"})),
@@ -202,7 +206,7 @@ WRONG_USES = [
     ("RuleType", "", "inputs=(", lambda: pzs.ConstrainActivations(LAYER, AUTO, RULES)),
     ("RuleType", "mesh", "make_mesh", lambda: pzs.ConstrainActivations(LAYER, RULES)),
     ("Mesh", "", "'model'", lambda: pzs.GatherParameters(LAYER, AUTO, {"neurons": "modle"})),
-    ("RuleType", "mesh", "make_mesh", lambda: pzs.GatherParameters(LAYER, {}, AUTO)),
+    ("RuleType", "rules", "mesh=mesh", lambda: pzs.GatherParameters(LAYER, {}, AUTO)),
 ]
 
 
