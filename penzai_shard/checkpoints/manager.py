@@ -264,9 +264,11 @@ class CheckpointManager:
         self.wait()
         if step is None:
             step = on_first("looking for the newest checkpoint", lambda: self.latest)
-        # Without any step there is no checkpoint: the folder is none.
-        path = self.path if step is None else self.path_of(step)
-        return train_states.restore_train_state(path, state, **options)
+        if step is None:
+            fix = "Write manager.save(step, state) first; manager.latest is None until then."
+            problem = Problem(self.path, "no step is saved there", fix)
+            raise errors.CheckpointNotFoundError("there is no checkpoint:", [problem])
+        return train_states.restore_train_state(self.path_of(step), state, **options)
 
     def wait(self) -> None:
         """Waits until all that ``save`` was given is on the disk.

@@ -245,8 +245,9 @@ def test_restore_names_the_steps_that_are_there(run, tmp_path):
     assert (empty.steps(), empty.latest) == ([], None)
     (problem,) = problems_of(pzs.CheckpointNotFoundError, empty.restore, make_state())
     assert not (tmp_path / "none").exists()
+    assert problem.path == empty.path
     # Not that of another run beside it.
-    assert run.path not in problem.fix
+    assert "manager.save(step, state)" in problem.fix
     # Of the run itself the newest one, whatever is beside it.
     pzs.save_train_state(tmp_path / "runs", make_state())
     call = pzs.restore_train_state, run.path, make_state()
