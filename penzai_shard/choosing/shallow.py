@@ -49,11 +49,13 @@ class _Run(NamedTuple):
     Attributes:
         node: What they are in.
         blocks: How many there are.
+        is_certain: Whether each of them surely runs once, after the one before.
         cut: Gives the node with so many of them.
     """
 
     node: Any
     blocks: int
+    is_certain: bool
     cut: Callable[[int], Any]
 
 
@@ -82,16 +84,18 @@ def cut_model(workload: Workload) -> Cut:
     if not blocks:
         return whole
     runs = by_count[blocks]
-    one, two = (_cut_runs(model, runs, kept) for kept in (1, 2))
+    one, two, three = (_cut_runs(model, runs, kept) for kept in (1, 2, 3))
     # Of parameters that some blocks share there are not as many more with each block.
     if not _is_linear([_count_bytes(each) for each in (one, two, model)], blocks):
         return whole
+    # To trace all of eighty blocks takes as long as to price them.
+    last, depth = (three, 3) if all(run.is_certain for run in runs) else (model, blocks)
     try:
-        products = [_count_products(_trace_loss(workload, each)) for each in (one, two, model)]
+        products = [_count_products(_trace_loss(workload, each)) for each in (one, two, last)]
     except Exception:
         # Whatever a loss function raises for a model of another depth, it does not take one.
         return whole
-    return Cut((one, two), blocks) if _is_linear(products, blocks) else whole
+    return Cut((one, two), blocks) if _is_linear(products, depth) else whole
 
 
 def _is_linear(counts: Sequence[Mapping[Hashable, int]], blocks: int) -> bool:
@@ -114,7 +118,7 @@ def _cut_runs(model: Any, runs: Sequence[_Run], kept: int) -> Any:
 # Equal blocks
 
 
-def _find_runs(node: Any) -> Iterator[_Run]:
+def _find_runs(node: Any, is_certain: bool = False) -> Iterator[_Run]:
     """The runs of equal blocks in a tree, none of them inside a block of another."""
     if isinstance(node, pz.nn.LayerStack):
         return
@@ -130,11 +134,11 @@ def _find_runs(node: Any) -> Iterator[_Run]:
             return {key: x for key, x in node.items() if key not in gone}
 
         if blocks:
-            yield _Run(node, blocks, cut)
+            yield _Run(node, blocks, is_certain, cut)
             rest = cut(0)
     for inner in jax.tree.leaves(rest, is_leaf=lambda inner: inner is not rest):
         if inner is not rest:
-            yield from _find_runs(inner)
+            yield from _find_runs(inner, isinstance(node, pz.nn.Sequential))
 
 
 def _find_repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:

@@ -16,10 +16,12 @@ import pytest
 _UPDATE = "--update-sharding-locks"
 _FOLDER, _TOLERANCE = "sharding_locks_folder", "sharding_locks_tolerance"
 _IMPROVEMENTS = "sharding_locks_improvements"
+# With these options tests are left out, and nobody can say which locks have no test.
+_PARTIAL = ("keyword", "markexpr", "deselect", "lf", "ignore", "ignore_glob", "collectonly")
 # Which test of this process has a lock, by the path of its file.
 _TESTS = pytest.StashKey[dict[str, str]]()
-# A line that a test has for the end, also by way of pytest-xdist.
-_LINE = "sharding_lock_line"
+# What a test says of itself to the end, also of pytest-xdist: its locks, and lines.
+_LOCK, _LINE = "sharding_lock", "sharding_lock_line"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +60,7 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
         other = config.stash.setdefault(_TESTS, {}).setdefault(shown, test)
         if other != test:
             pytest.fail(f"{shown} is the lock of {other} too. Give each test a name of its own.")
+        properties.append((_LOCK, shown))
 
         # Not before: by now conftest.py has done to JAX what it does.
         from penzai_shard.errors import LockError
@@ -88,11 +91,29 @@ def assert_sharding_lock(request: pytest.FixtureRequest) -> Callable[..., None]:
     return assert_lock
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says which locks were written, and which were compared in part."""
+# The locks as a whole
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says which locks were written, which were compared in part, and which have no test."""
     reports = itertools.chain.from_iterable(terminalreporter.stats.values())
     said = [x for one in reports if getattr(one, "when", "") == "call" for x in one.user_properties]
-    if lines := [line for name, line in said if name == _LINE]:
+    lines = [line for name, line in said if name == _LINE]
+    ran_all = not any(config.getoption(option, None) for option in _PARTIAL)
+    if ran_all and set(terminalreporter.stats) <= {"", "passed", "warnings"}:
+        known = {path for name, path in said if name == _LOCK}
+        lines += [f"no test has it: rm {shlex.quote(path)}" for path in _unused(config, known)]
+    if lines:
         terminalreporter.section("sharding locks")
     for line in lines:
         terminalreporter.write_line(line)
+
+
+def _unused(config: pytest.Config, known: set[str]) -> list[str]:
+    """The locks that no test has, in folders that pytest was called for as a whole."""
+    here = config.invocation_params.dir
+    roots = [(here / arg).resolve() for arg in config.args]
+    folders = sorted({os.path.dirname(path) for path in known})
+    whole = [f for f in folders if any((here / f).resolve().is_relative_to(r) for r in roots)]
+    files = (os.path.join(f, file.name) for f in whole for file in (here / f).glob("*.json"))
+    return sorted(file for file in files if file not in known)

@@ -100,6 +100,17 @@ def test_assert_sharding_lock_is_of_one_test(run):
     result.stdout.fnmatch_lines(["*train.json is the lock of *::test_0 too.*"])
 
 
+def test_assert_sharding_lock_without_a_test_is_reported(run):
+    run(UPDATE, test_a=a_test() + a_test("old", test="test_old"), test_b=a_test("other"))
+    result = run(test_a=a_test() + "\ndef test_plain():\n    pass\n")
+    result.stdout.fnmatch_lines(["no test has it: rm sharding_locks/old.json"])
+    # Where tests were left out or stopped, nobody can say it.
+    for options in (["test_a.py"], ["-k", "layout"], ["--ignore", "test_b.py"]):
+        run(*options).stdout.no_fnmatch_line("*no test has it*")
+    result = run(test_a=a_test() + "\ndef test_plain():\n    raise ValueError\n")
+    result.stdout.no_fnmatch_line("*no test has it*")
+
+
 def test_assert_sharding_lock_processes_of_xdist_share_what_they_know(tmp_path):
     body = """
 import sys
@@ -117,6 +128,7 @@ def test_layout(assert_sharding_lock, i):
     assert {"jax", "jaxlib", "numpy"}.isdisjoint(sys.modules)
 """
     (tmp_path / "sharding_locks").mkdir()
+    (tmp_path / "sharding_locks" / "old.json").touch()
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_a.py").write_text(body)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
@@ -125,3 +137,4 @@ def test_layout(assert_sharding_lock, i):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert len(re.findall(r"^written: sharding_locks/step_\d\.json$", done.stdout, re.M)) == 4
+    assert re.findall("no test has it: rm (.*)", done.stdout) == ["sharding_locks/old.json"]
