@@ -23,6 +23,7 @@ _SHARED = pz.nn.LayerStackVarBehavior.SHARED
 _PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
 # Besides those of ``Checkpointed``. What is in a layer is then computed again, all of it.
 _OWN_POLICIES = ("carries", "nested")
+ROLL_POLICIES = (*_OWN_POLICIES, *remat.POLICIES)
 # A layer: of what is carried and its slices, what is carried on and its own results.
 _RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -68,7 +69,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.policy is not False:
-            remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
+            remat.check_policy("RolledLayerStack", self.policy, ROLL_POLICIES)
 
     @classmethod
     def from_layer_stack(

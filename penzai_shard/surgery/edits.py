@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from penzai_shard.arrays.static_values import same_static
 from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.layers.remat import POLICIES, Checkpointed, check_policy
+from penzai_shard.layers.rolled_layer_stack import ROLL_POLICIES, RolledLayerStack
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.paths import nearest, pattern_parts
 from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original, locate
@@ -48,6 +50,11 @@ class Edit:
     nested: bool = False
 
     def __post_init__(self) -> None:
+        is_count = self.expect is None or (type(self.expect) is int and self.expect >= 0)
+        if not is_count or type(self.nested) is not bool:
+            what = f"expect is {self.expect!r}, nested is {self.nested!r}"
+            fix = "Write expect=2 or None, and nested=True or False."
+            raise RuleTypeError(f"{self.verb}:", [Problem("", what, fix)])
         _check_use(self.verb, self.what, dict(self.options))
 
     def __repr__(self) -> str:
@@ -281,6 +288,10 @@ def _check_use(verb: Verb, what: Any, options: Mapping[str, Any]) -> None:
             fix = f"Give a layer, such as {name}(...), or a function that makes one."
         raise RuleTypeError(f"{verb}:", [Problem("", f"{name} cannot be used here", fix)])
     make_caller(what, options)
+    # Told where it is written, and not only where the edit is carried out.
+    policy, rolls = options.get("policy"), what == RolledLayerStack.from_layer_stack
+    if policy and (rolls or what is Checkpointed):
+        check_policy(verb, policy, ROLL_POLICIES if rolls else tuple(POLICIES))
 
 
 # What the edits make of one node
