@@ -429,8 +429,25 @@ class _Matching:
                 what = f"{self.holder} has {self.stored[path]}, and the model no such array"
                 self.add(name, f"{what}, or fewer blocks", "extra")
 
+    def _suggest_depth(self) -> dict[str, str]:
+        """A rule where all that the optimizer keeps stands deeper on one side, as in a chain."""
+        start = len(OPTIMIZER)
+        stored, wanted = (
+            {path[start:]: x.shape for path, x in side.items() if path.startswith(OPTIMIZER)}
+            for side in (self.stored, self.wanted)
+        )
+        for outer, inner in ((stored, wanted), (wanted, stored)):
+            for path in inner:
+                front = path.removesuffix(next(iter(outer), path))
+                if front.endswith("/") and {front + x: outer[x] for x in outer} == inner:
+                    high, low = f"{OPTIMIZER}**", f"{OPTIMIZER}{front}**"
+                    return {high: low} if outer is stored else {low: high}
+        return {}
+
     def _suggest_names(self, missing: Iterable[str]) -> dict[str, str]:
         """Rules for stored arrays that fill none: those of the same sizes with the nearest path."""
+        if moved := self._suggest_depth():
+            return moved
         # Blocks have one rule, with a wildcard for the number.
         left = {fold_key(path): self.stored[path] for path in self.names if self.left[path]}
         wanted = {fold_key(path): self.wanted[path] for path in missing}

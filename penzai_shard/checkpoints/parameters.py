@@ -291,7 +291,10 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     for leaf in leaves or [Leaf("", None, (), None, tree)]:
         if leaf.dtype is None or not leaf.path:
             what = f"this {type(leaf.value).__name__} is not one"
-            problems.add(leaf.path, what, "Write {'name': array}.")
+            fix = "Write {'name': array}."
+            if leaf.dtype is None and called.startswith(("save_", "restore_")) and not leaf.path:
+                fix = f"Write {called}(path, tree): the path stands first, then the tree."
+            problems.add(leaf.path, what, fix)
     problems.raise_if_any(errors.RuleTypeError)
     leaves = [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves]
     return name_statistics(leaves), structure

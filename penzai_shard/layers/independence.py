@@ -105,7 +105,7 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
         if axis is not None:
             whole = (leaf for leaf in leaves[:first_input] if leaf.role != "state")
             holder = next((leaf.path for leaf in whole if axis in (leaf.names or ())), None)
-            found = next(_find_mixing_of(axis, length, trace, keys, holder), None)
+            found = next(_find_mixing_along(axis, length, trace, keys, holder), None)
             first = found or Problem("", "")
             rows.append((axis, found is None, first.kind, first.path, first.what))
     free = ", ".join(repr(row[0]) for row in rows if row[1]) or "no axis"
@@ -122,7 +122,7 @@ def find_base_keys(tree: Any, leaves: Sequence[Leaf]) -> list[bool]:
     return [id(leaf.value) in keys for leaf in leaves]
 
 
-def _find_mixing_of(
+def _find_mixing_along(
     axis: Any,
     length: int,
     trace: Callable[..., ClosedJaxpr],

@@ -58,10 +58,7 @@ def compute_by_rules(
             for context in _find_contexts(mesh, rules, listener):
                 stack.enter_context(context)
             result = loss_fn(*args, **inputs)
-        # The names of a preset are alternatives.
-        warn_of_near_names(
-            "compute", AxisRules([x for x in rules if not x.optional]), listener.heard
-        )
+        warn_of_near_names("compute", AxisRules(rules), listener.heard)
         return result
 
     return compute_loss

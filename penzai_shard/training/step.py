@@ -248,11 +248,11 @@ def _put(value: Any, sharding: Sharding) -> Any:
 
 
 def _find_array(tree: Any) -> Any:
-    """An array of a tree, without taking the whole apart; None if there is none."""
+    """The last array of a tree, without taking the whole apart; None if there is none."""
     node = jax.tree_util.default_registry.flatten_one_level(tree)
     if node is None:
         return tree
-    return next((x for x in map(_find_array, node[0]) if x is not None), None)
+    return next((x for x in map(_find_array, reversed([*node[0]])) if x is not None), None)
 
 
 def _is_ready(state: TrainState, inputs: Any) -> bool:

@@ -202,3 +202,10 @@ def test_restore_params_refuses_options_that_fit_nothing(saved):
 def test_restore_params_names_all_options_that_cannot_be_read(saved, options):
     problems = refused(pzs.RuleTypeError, pzs.restore_params, saved, MLP, **options)
     assert problems.keys() == {*options}
+
+
+@pytest.mark.parametrize("name", ["params", "train_state"])
+def test_swapped_arguments_are_told_their_order(saved, name):
+    for called in (f"save_{name}", f"restore_{name}"):
+        (problem,) = refused(pzs.RuleTypeError, getattr(pzs, called), MLP, saved).values()
+        assert f"{called}(path, tree)" in problem.fix
