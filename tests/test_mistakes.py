@@ -133,6 +133,8 @@ MISTAKES = [
      "make_plan(tree, mesh, rules, on_indivisible=True)",
      "[make_plan(tree, mesh, rules, on_indivisible=word) for word in (FIX)]"),
     # Plans
+    ("plan_as_rules_of_a_plan", RuleTypeError, "rules",
+     "make_plan(tree, mesh, plan)", "make_plan(tree, mesh, FIX)"),
     ("plan_as_rules", RuleTypeError, "rules",
      "place(tree, mesh, plan)", "place(tree, mesh=mesh, FIX)"),
     ("rules_as_plan", RuleTypeError, "plan", "place(tree, plan=rules)", "place(tree, FIX)"),

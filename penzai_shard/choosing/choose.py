@@ -104,7 +104,7 @@ def choose_layout(
     Raises:
         NothingFitsError: No layout fits; with the nearest, and what would help.
         PlanError: There is no sane layout.
-        RuleTypeError: Arguments cannot be read; all that is wrong is in it.
+        RuleTypeError: Arguments cannot be read, or do not go together.
         MeshError: There are no such devices.
         PropagationError: The layouts of the step cannot be propagated.
         CompilationError: The compiler refuses all of them.

@@ -49,7 +49,7 @@ class _Run(NamedTuple):
     Attributes:
         node: What they are in.
         blocks: How many there are.
-        is_certain: Whether each of them surely runs once, after the one before.
+        is_certain: Whether ``pz.nn.Sequential`` runs them, each once.
         cut: Gives the node with so many of them.
     """
 
@@ -138,7 +138,10 @@ def _find_runs(node: Any, is_certain: bool = False) -> Iterator[_Run]:
             rest = cut(0)
     for inner in jax.tree.leaves(rest, is_leaf=lambda inner: inner is not rest):
         if inner is not rest:
-            yield from _find_runs(inner, isinstance(node, pz.nn.Sequential))
+            # A class of its own may run some of them twice.
+            is_sequence = isinstance(node, pz.nn.Sequential)
+            is_sequence = is_sequence and type(node).__call__ is pz.nn.Sequential.__call__
+            yield from _find_runs(inner, is_sequence)
 
 
 def _find_repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:

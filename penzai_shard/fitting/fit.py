@@ -153,7 +153,9 @@ def fit(
     >>> losses
     [3.0, 0.75, 0.1875]
     """
-    _check(locals())
+    given = locals()
+    _check(given)
+    given.clear()  # Before Python 3.13 it would keep the state in memory.
     place = shard_batch or (lambda batch: batch)
     if mesh is not None:
         place = functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)

@@ -72,7 +72,7 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
             PlanError: An array cannot lie so.
             RuleTypeError: The tree does not begin as that of the shardings.
             MeshError: An array is on other devices than the constraint.
-            ShardingError: An array is deleted, or a shape.
+            ShardingError: An array that has a sharding is deleted, or a shape.
         """
         # As JAX takes the tree apart, since a tree of shardings is written for JAX.
         keyed, tree_definition = jax.tree_util.tree_flatten_with_path(tree)
@@ -254,6 +254,10 @@ def _pin(
             except (RuntimeError, TypeError, ValueError) as error:
                 # The array may be the reason, as one that is deleted.
                 run_inputs(dict(zip(paths, values, strict=True)), called)
+                # A spec without a mesh is a RuntimeError; so is a lack of memory.
+                is_spec = isinstance(sharding, PartitionSpec) and isinstance(error, RuntimeError)
+                if not (is_spec or isinstance(error, ValueError)):
+                    raise
                 what = f"what has shape {np.shape(value)} cannot lie as {sharding}"
                 fix = "Write NamedSharding(mesh, spec): each mesh axis at a dimension it divides."
                 raise PlanError(f"{called}:", [Problem(path, what, fix)]) from error

@@ -19,7 +19,7 @@ from penzai_shard.rules import AxisRules, Rule
 
 
 class _Listener(str):
-    """A logical axis that equals none. Flax compares it with each that a model names.
+    """A logical axis that equals none. Linen compares it with each that a model names.
 
     Nothing else tells which these are: no array has them, and a trace does not keep them.
 
@@ -47,7 +47,7 @@ def compute_by_rules(
         known: The logical axes that rules may name although the model's own code does not.
 
     Warns:
-        ShardingWarning: A rule names nearly what is known, or what a model of Flax asks for.
+        ShardingWarning: A rule names nearly what is known, or what a model of linen asks for.
     """
 
     @functools.wraps(loss_fn)

@@ -265,7 +265,7 @@ class Layout(LayoutPresets, LayoutFiles):
 
         Warns:
             ShardingWarning: While it is traced: a rule of ``compute`` is for nearly a name that a
-                model of Flax asks for, or for nearly one of ``parameters``, and for none of them.
+                model of linen asks for, or for nearly one of ``parameters``, and for none of them.
         """
         rules = [
             dataclasses.replace(rule, logical_axis=axis)

@@ -234,7 +234,7 @@ def _check_initializer(called: str, initializer: Any, args: Any, kwargs: Any) ->
     if not callable(initializer) or leaves or structure.problems:
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
         fix = f"Write {called}(build, ...), or for a model that exists place(model, mesh, rules)."
-        if any(is_struct(leaf.value) for leaf in leaves):
+        if any("penzai.deprecated" in kind.__module__ for kind in type(initializer).mro()):
             # A model of Penzai's first API before it is initialised; place would refuse it, too.
             fix = "Write lambda: pz.nn.initialize_parameters(model, key)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
@@ -245,9 +245,12 @@ def _check_initializer(called: str, initializer: Any, args: Any, kwargs: Any) ->
         what = f"the {name} is given by position, where arguments of the initialiser stand"
         raise RuleTypeError(f"{called}:", [Problem("", what, f"Name it: {name}={name}.")])
     # A named argument that the initialiser does not take, and that is nearly one of these.
+    own_names = inspect.signature(sharded_init).parameters.keys() - {"args", "kwargs"}
     for name in kwargs:
-        near = nearest(name, inspect.signature(sharded_init).parameters)
-        taken = inspect.signature(initializer).parameters.values() if near else ()
-        if near and not any(own.name == name or own.kind is own.VAR_KEYWORD for own in taken):
+        near = nearest(name, own_names)
+        # Functions of C do not say what they take.
+        is_told = near and hasattr(initializer, "__code__")
+        taken = inspect.signature(initializer).parameters.values() if is_told else ()
+        if is_told and not any(own.name == name or own.kind is own.VAR_KEYWORD for own in taken):
             what = "neither the initialiser nor sharded_init has this argument"
             raise RuleTypeError(f"{called}:", [Problem(name, what, f"Write {near}=.")])

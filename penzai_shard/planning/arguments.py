@@ -111,7 +111,7 @@ def _refuse_mistakes(
     are_two = rules is not None and penzais_rules is not None
     refuse(are_two, "rules", both, "Give one: rules=AxisRules(first) | second.")
     is_plan = isinstance(given, ShardingPlan)
-    refuse(is_plan, "rules", "a plan stands in their place", "Give it by name: plan=plan.")
+    refuse(is_plan, "rules", "a plan stands in their place", "Write rules=plan.rules.")
     is_swapped = isinstance(given, Mesh | AbstractMesh)
     refuse(is_swapped, "rules", "a mesh stands in their place", "Write mesh=mesh, rules=rules.")
     fix = "Write plan=make_plan(tree, mesh, rules)."
@@ -121,7 +121,8 @@ def _refuse_mistakes(
     what = "it has decided already, and rules or options are given too"
     refuse(is_decided, "plan", what, "Leave them out.")
     what = f"the function {name} was not called"
-    refuse(inspect.isfunction(given), "rules", what, f"Write {name}().")
+    is_preset = inspect.isfunction(given) and name.isidentifier()
+    refuse(is_preset, "rules", what, f"Write {name}().")
     lacks_mesh = plan is None if mesh is None else not isinstance(mesh, Mesh | AbstractMesh)
     refuse(lacks_mesh, "mesh", f"a mesh is needed, not {reprlib.repr(mesh)}", make_mesh)
 

@@ -66,7 +66,7 @@ def report(
         step: As for ``compile_step``, or what that or ``compile_ahead`` gave. Without one the page
             has the plan and the findings.
         *args: What the step is called with, concrete or abstract.
-        path: The file; one that is there is replaced, by the whole page or not at all.
+        path: The file; one that is there is replaced when the page is whole.
         on_indivisible: As for ``make_plan``.
         **kwargs: What the step is called with by keyword. If the model can be called with those
             that are named arrays, the findings are also about what flows through it.
@@ -105,10 +105,7 @@ def report(
         sections = {"Plan": plan, "Findings": findings, **_read_step(step, mesh, args, kwargs)}
         title = f"{type(model).__name__} on mesh ({mesh_text(mesh)})"
         page = _write_page(title, sections)
-    # On a full disk the page before stays.
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    new.write_text(page, encoding="utf-8")
-    new.replace(file)
+    file.write_text(page, encoding="utf-8")
     return file
 
 

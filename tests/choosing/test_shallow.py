@@ -91,6 +91,18 @@ def test_cut_model_keeps_what_does_not_repeat(widths, blocks, one, two):
         assert labels(model) == [f"b{i}.weights" for i in kept]
 
 
+def test_cut_model_traces_all_of_a_sequence_that_runs_some_blocks_twice():
+    @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
+    class Twice(pz.nn.Sequential):
+        def __call__(self, value, /, **side_inputs):
+            for number, layer in enumerate(self.sublayers):
+                for _ in range(1 + (number % 4 == 3)):
+                    value = layer(value, **side_inputs)
+            return value
+
+    assert cut_layers(lambda: [Twice(chain((8,) * 9))]).blocks == 1
+
+
 def test_cut_model_leaves_blocks_with_other_settings():
     @pz.pytree_dataclass
     class Repeat(pz.nn.Layer):

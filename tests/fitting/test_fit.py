@@ -1,8 +1,10 @@
 """What ``fit`` trains, reports, evaluates and keeps, and how a run goes on."""
 
+import gc
 import io
 import itertools
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -387,3 +389,23 @@ def test_fit_without_progress_restores_without_a_bar(tmp_path, monkeypatch):
     text = sys.stderr.getvalue()
     # That of the restore is gone before there is one of the steps.
     assert 0 <= text.rindex("bytes") < text.index("steps")
+
+
+def test_fit_lets_go_of_the_state_that_it_was_given():
+    given, alive = [], []
+
+    def make_state():
+        state = initial()
+        given.append(weakref.ref(next(iter(state.trained_arrays.values()))))
+        return state
+
+    def look(record):
+        gc.collect()
+        alive.append(given[0]() is not None)
+
+    # Not **options: such a call holds its arguments itself.
+    place = runs.place
+    pzs.fit(
+        make_state(), KEEPING_STEP, draw(), steps=4, log_every=1, on_log=look, shard_batch=place
+    )
+    assert not alive[-1]

@@ -92,6 +92,15 @@ def test_layouts_that_cannot_be_are_refused_by_path():
     assert warned[0].filename == __file__
 
 
+def test_errors_that_are_not_of_a_layout_stay_what_they_are(monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(jax, "device_put", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        pzs.ConstrainSharding(NamedSharding(AUTO, P("data")))(X)
+
+
 def test_other_devices_are_refused_by_path():
     first, second = (pzs.make_mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4))
     abstract = pzs.make_mesh({"data": 4}, abstract=True)

@@ -168,6 +168,13 @@ def test_sharded_init_warns_of_random_streams_that_stay_where_they_are():
     pzs.sharded_init(lambda: NnxBlock(nnx.Rngs(0)), **given)
 
 
+def test_sharded_init_of_shapes_is_told_to_take_the_function_that_builds_them():
+    shapes = pzs.abstract_model(counted_mlp)
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        pzs.sharded_init(shapes, mesh=MESH, rules=RULES)
+    assert "sharded_init(build, ...)" in caught.value.problems[0].fix
+
+
 def test_sharded_init_makes_a_model_beside_its_variables():
     options = {"mesh": MESH, "rules": RULES, **RELAXED}
     model, variables = pzs.sharded_init(lambda: pz.unbind_variables(counted_mlp()), **options)
